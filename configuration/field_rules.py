@@ -40,7 +40,7 @@ class Range(NamedTuple):
         too_low = is_number and (value < self.low or (self.low_open and value == self.low))
         too_high = is_number and (value > self.high or (self.high_open and value == self.high))
         if not is_number or too_low or too_high:
-            raise ValueError(f"{name} ({_short(value)}) must be {self}")
+            raise ValueError(f"{name} ({_short(value)!r}) must be {self}")
 
     def __str__(self) -> str:
         low = f"greater than {self.low:g}" if self.low_open else f"at least {self.low:g}"

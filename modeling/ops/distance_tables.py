@@ -43,7 +43,8 @@ def at_distances(table: Tensor, distance: Tensor) -> Tensor:
     Distances outside the table read the nearest row; the caller must hide these keys. The gradient of a row is a sum
     over all pairs at its distance, which half precision is too coarse for.
     """
-    rows = table.to(at_least_float32(table.dtype))[distance.clamp(0, table.shape[0] - 1)]
+    dtype = at_least_float32(table.dtype) if table.requires_grad else table.dtype
+    rows = table.to(dtype)[distance.clamp(0, table.shape[0] - 1)]
     return rows.to(table.dtype).permute(2, 0, 1)
 
 

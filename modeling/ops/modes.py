@@ -58,7 +58,11 @@ def refuse_second_derivatives(ctx: Any, *grads: Any) -> NoReturn:
 
 
 def _is_transformed() -> bool:
-    """Whether a function transform or a level of forward-mode derivatives is active; False under `torch.compile`."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Whether a function transform or a level of forward-mode derivatives is active."""
+    return _are_transforms_active() or forward_ad._current_level >= 0
+
+
+@torch.compiler.assume_constant_result
+def _are_transforms_active() -> bool:
+    """Asked by `torch.compile` while it traces, inside transforms of the code too; it traces again under others."""
+    return torch._C._are_functorch_transforms_active()

@@ -14,6 +14,7 @@ import torch
 
 from dynattn.modeling.ops.dcmha.attention import default_implementation
 
+from ..common.disk_errors import disk_errors_explained
 from ..common.folder_lock import FolderLock
 from ..common.measuring import copy_rate, gemm_rate
 from .arguments import BenchmarkArguments
@@ -54,7 +55,7 @@ def run_benchmark(argv: Sequence[str], arguments: BenchmarkArguments) -> int:
             return run_preset_in_workers(argv, arguments, folder)
         select(arguments, read_settings(arguments))
         make_output(folder, folder / RECORD, arguments)
-        with FolderLock(folder / LOCK):
+        with disk_errors_explained(folder), FolderLock(folder / LOCK):
             return 0 if measure_to_folder(argv, arguments, folder) else 1
     except DeviceLostError as error:
         print(f"\n{error}; --resume goes on without it", flush=True)
@@ -70,7 +71,8 @@ def run_preset_in_workers(argv: Sequence[str], arguments: BenchmarkArguments, fo
             return run_workers(argv, SECONDS)
     if GOES_ON in os.environ:
         arguments = replace(arguments, resume=True, overwrite=False)
-    is_right = run_preset(arguments, folder, partial(measure_to_folder, argv), end=float(os.environ[END]))
+    with disk_errors_explained(folder):
+        is_right = run_preset(arguments, folder, partial(measure_to_folder, argv), end=float(os.environ[END]))
     return 0 if is_right else 1
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .atomic_file import put_in_place
+from .atomic_file import flush, flush_tree
 from .checkpoint_files import WRITTEN_PATTERNS
 from .errors import UserError
 
@@ -39,9 +39,11 @@ def staged_folder(destination: Path, check: Callable[[], None] | None = None) ->
         yield staging
         if check is not None:
             check()
+        flush_tree(staging)  # which takes long, and so comes before the earlier folder is set aside
         if destination.exists():
             destination.replace(replaced)
-        put_in_place(staging, destination)
+        staging.replace(destination)
+        flush(destination.parent)
     except OSError as error:
         raise UserError(f"cannot write {destination}: {error.strerror or error}") from error
     finally:

@@ -23,7 +23,7 @@ from .text_files import read_documents
 PROMPTS = 10
 
 
-def evaluate_long(arguments: EvaluateArguments) -> str:
+def evaluate_long(arguments: EvaluateArguments) -> None:
     """Measures the checkpoints, writes results and plot if asked to, and returns the table.
 
     Raises:
@@ -40,6 +40,7 @@ def evaluate_long(arguments: EvaluateArguments) -> str:
         "comparison": [compare(one, checkpoints[0]) for one in checkpoints[1:]],
     }
     text = format_results(results)
+    print(text)
     if arguments.output is not None:
         from .long_figure import draw  # slow to import
 
@@ -50,7 +51,6 @@ def evaluate_long(arguments: EvaluateArguments) -> str:
             lambda folder: draw(results, folder / PLOT),
             overwrite=arguments.overwrite,
         )
-    return text
 
 
 def measure_checkpoint(name: str, arguments: EvaluateArguments) -> dict[str, Any]:

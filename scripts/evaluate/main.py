@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
         from .long_suite import evaluate_long as evaluate
     else:
         from .own_text import evaluate_text as evaluate
-    print(evaluate(arguments))
+    evaluate(arguments)
     return 0
 
 

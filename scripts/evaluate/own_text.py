@@ -43,8 +43,8 @@ class Scores:
     depths: Sequence[NDArray[np.int64]]
 
 
-def evaluate_text(arguments: EvaluateArguments) -> str:
-    """Scores the checkpoints on the documents, writes the results if asked to, and returns the table.
+def evaluate_text(arguments: EvaluateArguments) -> None:
+    """Scores the checkpoints on the documents, prints the table, and writes the results if asked to.
 
     Raises:
         UserError: the documents or a checkpoint cannot be read, or a checkpoint does not have the context or the memory
@@ -70,9 +70,9 @@ def evaluate_text(arguments: EvaluateArguments) -> str:
         for one in results["checkpoints"][1:]
     ]
     text = format_results(results)
+    print(text)
     if arguments.output is not None:
         write_files(Path(arguments.output), results, text, overwrite=arguments.overwrite)
-    return text
 
 
 def _evaluate_checkpoint(

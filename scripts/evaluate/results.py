@@ -16,9 +16,10 @@ import torch
 from lm_eval.utils import handle_non_serializable
 from transformers import PreTrainedModel
 
-from ..common.atomic_file import write_json, write_whole
+from ..common.atomic_file import put_in_place, write_json, write_whole
 from ..common.atomic_folder import check_nothing_else
 from ..common.checkpoint_files import weights_sha256
+from ..common.disk_errors import disk_errors_explained
 from ..common.environment import hardware, source_commit, versions
 from ..common.errors import UserError
 from ..common.folder_names import make_folder, resolve_folder
@@ -238,21 +239,26 @@ def write_files(
     *,
     overwrite: bool,
 ) -> None:
-    """Writes the files of an evaluation of any kind, each completely or not at all, and `results.json` last.
+    """Writes the files of an evaluation of any kind in place of those of an earlier one: all of them or none.
 
-    Files that `write_details` wrote for an earlier evaluation are deleted first, so that none seems to belong to this
-    one.
+    They are complete before the first is put in its place, and `results.json` is there only beside the others.
 
     Raises:
-        UserError: as `check_output`, which is called again, because evaluating takes long enough for others to write.
+        UserError: as `check_output`, which is called again, because evaluating takes long enough for others to write;
+            or a file cannot be written.
     """
     check_output(folder, overwrite)
-    for name in (SAMPLES, PLOT):
-        (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / FOLDER, ignore_errors=True)
-    write_details(folder)
-    write_whole(folder / TABLE, table + "\n")
-    write_json(folder / RESULTS, results, ensure_ascii=False, allow_nan=False)
+    with disk_errors_explained(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as temporary:
+        staging = Path(temporary)
+        write_details(staging)
+        write_whole(staging / TABLE, table + "\n")
+        write_json(staging / RESULTS, results, ensure_ascii=False, allow_nan=False)
+        for name in (RESULTS, TABLE, SAMPLES, PLOT):
+            (folder / name).unlink(missing_ok=True)
+        shutil.rmtree(folder / FOLDER, ignore_errors=True)
+        for name in (FOLDER, PLOT, SAMPLES, TABLE, RESULTS):
+            if (staging / name).exists():
+                put_in_place(staging / name, folder / name)
 
 
 def is_finite(results: Sequence[TaskResult]) -> bool:

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from ..common.atomic_folder import check_destination, recover, staged_folder
 from ..common.checkpoint_files import TOKENIZER_PATTERNS, copy_files, file_sizes, matching_files
 from ..common.checkpoint_loading import check_vocabulary, load_tokenizer
+from ..common.disk_errors import answer_of_the_disk
 from ..common.errors import UserError, first_line
 from ..common.folder_names import resolve_destination, resolve_folder
 from .arguments import ExportArguments
@@ -81,6 +82,8 @@ def write_graphs(folder: Path, model: PreTrainedModel, target: Format) -> None:
     except (UserError, OSError):
         raise
     except Exception as error:  # exporters raise errors of many types
+        if reason := answer_of_the_disk(error):
+            raise UserError(f"cannot write into {folder}: {reason}; is the disk full?") from error
         raise UserError(f"the exporter fails on this model: {type(error).__name__}: {first_line(error)}") from error
 
 

@@ -30,6 +30,7 @@ from torch import accelerator as torch_accelerator
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..common.atomic_file import partial_path, put_in_place
+from ..common.disk_errors import disk_errors_explained
 from ..common.environment import source_commit
 from ..common.errors import UserError
 from ..common.folder_lock import FolderLock
@@ -55,7 +56,7 @@ from .outputs.metrics import MetricsLog, tensorboard_errors_told_once
 from .outputs.run_folder import RunFolder, remove
 from .outputs.throughput import Throughput
 from .plan import Plan, build_plan, describe
-from .processes import disk_errors_explained, on_all, on_main
+from .processes import on_all, on_main
 from .results import Result, summarize
 from .stopping import StopSignals
 from .trainer import Trainer

@@ -1,21 +1,16 @@
 """Runs work on one process or on all; an error in one of them then ends all processes in the same way."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from ..common.errors import UserError, first_line
+from ..common.disk_errors import disk_errors_explained
+from ..common.errors import UserError
 
 Value = TypeVar("Value")
-
-# Texts in errors of reading and writing that are not an `OSError`: those of libraries written in Rust, and those of
-# torch's writer, which do not say what the operating system answered.
-RUST_ANSWER = "(os error "
-TORCH_WRITER = ("iostream", "inline_container")
 
 
 def on_main(accelerator: Accelerator, output: Path, work: Callable[[], Value]) -> Value:
@@ -52,32 +47,3 @@ def attempt(work: Callable[[], Value], output: Path) -> tuple[Value | None, User
             return work(), None
     except UserError as error:
         return None, error
-
-
-@contextmanager
-def disk_errors_explained(output: Path) -> Iterator[None]:
-    """Turns errors of reading or writing in the block, such as those of a full disk, into a `UserError`."""
-    try:
-        yield
-    except (UserError, BrokenPipeError):  # the latter: who reads the output has gone, as `head` does
-        raise
-    except Exception as error:  # the tokenizers library raises a bare Exception
-        reason = _answer_of_the_disk(error)
-        if reason is None:
-            raise
-        named = getattr(error, "filename", None)
-        raise UserError(
-            f"cannot read or write {named or f'the files of output={output}'}: {reason}; make room there or "
-            "allow writing, or give another output folder"
-        ) from error
-
-
-def _answer_of_the_disk(error: Exception) -> str | None:
-    """Why reading or writing failed; None if the error is about something else."""
-    if isinstance(error, OSError):
-        return error.strerror or first_line(error)
-    if RUST_ANSWER in str(error):
-        return first_line(error)
-    if any(part in str(error) for part in TORCH_WRITER):
-        return "a file could not be written to its end"
-    return None

@@ -177,7 +177,7 @@ def test_fields_of_windows_are_refused_where_layers_have_none(config_class: Any)
 ROPE_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"rope_type": 3}, "rope_type 3 does not exist; choose from"),
     ({"rope_theta": 0}, r"rope_theta \(0\) must be greater than 0"),
-    ({"rope_theta": "10000"}, r"rope_theta \(10000\) must be greater than 0"),
+    ({"rope_theta": "10000"}, r"rope_theta \('10000'\) must be greater than 0"),
     ({"rope_type": "linear"}, r"of rope_type 'linear' lack \['factor'\]"),
     ({"rope_type": "linear", "factor": -1}, r"factor \(-1\) must be greater than 0"),
     ({"rope_type": "linear", "factor": None}, r"factor \(None\) must be greater than 0"),

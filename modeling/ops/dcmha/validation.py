@@ -43,6 +43,10 @@ def check_composed_call(
     _check_tables(tables, query, key, sliding_window)
 
 
+# PyTorch compares unsigned integers of more than 8 bits with no others.
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
 def _check_tables(tables: DistanceTables, query: Tensor, key: Tensor, sliding_window: int | None) -> None:
     """Checks the tables of a call for a query `[B, H, T, D]` and a key `[B, H_kv, S, D]`."""
     heads, keys = query.shape[1], key.shape[2]
@@ -61,8 +65,7 @@ def _check_tables(tables: DistanceTables, query: Tensor, key: Tensor, sliding_wi
 def _check_first_keys(first_keys: Tensor, query: Tensor) -> None:
     """Raises ValueError unless `first_keys` are integers `[B, T]`, for a query `[B, H, T, D]`."""
     expected = (query.shape[0], query.shape[2])
-    is_integral = not (first_keys.is_floating_point() or first_keys.is_complex() or first_keys.dtype == torch.bool)
-    if first_keys.shape != expected or not is_integral:
+    if first_keys.shape != expected or first_keys.dtype not in INTEGERS:
         raise ValueError(f"first_keys must be integers {expected}, not {first_keys.dtype} {tuple(first_keys.shape)}")
 
 

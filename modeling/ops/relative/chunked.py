@@ -236,11 +236,9 @@ def _four_dimensions(mask: Tensor) -> Tensor:
 
 def _zeros_like(operands: Operands) -> Operands:
     """Gradients of the operands, all zero, in the dtype in which chunks are summed."""
-    zeros = (
-        None if one is None else torch.zeros_like(one, dtype=at_least_float32(one.dtype))
-        for one in operands[:DIFFERENTIABLE]
-    )
-    return Operands(*zeros, visible=None, added=None)  # type: ignore[arg-type]
+    given = operands[:DIFFERENTIABLE]
+    zeros = [None if one is None else torch.zeros_like(one, dtype=at_least_float32(one.dtype)) for one in given]
+    return Operands(*zeros, None, None)  # type: ignore[call-arg, arg-type]
 
 
 def _as_given(grads: Operands, operands: Operands) -> list[Tensor]:
@@ -249,7 +247,7 @@ def _as_given(grads: Operands, operands: Operands) -> list[Tensor]:
     They have the dtypes of `operands`.
     """
     pairs = zip(grads, operands, strict=True)
-    grads = Operands(*(None if grad is None else grad.to(own.dtype) for grad, own in pairs))  # type: ignore[arg-type]
+    grads = Operands(*(None if None in (x, own) else x.to(own.dtype) for x, own in pairs))  # type: ignore[union-attr, arg-type]
     given = [
         *(x.transpose(0, 1) for x in (grads.query, grads.key, grads.value)),
         None if grads.embeddings is None else grads.embeddings.transpose(0, 1).flip(0),

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ...common.atomic_file import write_json
+from ...common.atomic_file import write_json, write_whole
 from ...common.errors import UserError, refusal_of
 from ...common.folder_names import make_folder
 from ..arguments import BenchmarkArguments
@@ -89,7 +89,7 @@ def save_record(record: dict[str, Any], folder: Path, *, indent: int | None = No
 def write_record(record: dict[str, Any], folder: Path) -> None:
     """Writes record, table and plots."""
     save_record(record, folder, indent=1)
-    (folder / TABLE).write_text(format_record(record), encoding="utf-8")
+    write_whole(folder / TABLE, format_record(record))
     draw_plots(record, folder)
 
 

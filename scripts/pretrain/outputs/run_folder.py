@@ -232,6 +232,10 @@ class RunFolder:
         if self.path.is_dir() and not self.is_marked:
             ours = (self.lock, *self._partial_paths())
             foreign = sorted(entry.name for entry in self.path.iterdir() if entry not in ours)
+            if self.marker.exists() and (found := checkpoint.list_checkpoints(self.checkpoints)):
+                raise UserError(
+                    f"{self.marker} is damaged; to go on, give another output folder and --resume {found[-1]}"
+                )
             if foreign:
                 raise UserError(
                     f"output={self.path} holds {foreign[0]} and no run of dynattn pretrain; give a new or empty folder"

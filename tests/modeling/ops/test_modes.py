@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import dynattn
-from dynattn import dcmha_attention, relative_attention
+from dynattn import Composition, dcmha_attention, relative_attention
 from dynattn.modeling.ops.chunked_loss import chunked_causal_loss
 
 IDS = torch.randint(0, 97, (2, 20), generator=torch.Generator().manual_seed(7))
@@ -194,3 +194,42 @@ def test_shapes_and_operations_can_be_found_without_memory(family: str) -> None:
             model(IDS.to(model.device))
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
+
+
+def plain_call(implementation: str, function: str) -> Callable[[Tensor], Tensor]:
+    """An op as a function of its queries `[1, 4, 6, 8]`, with fixed other arguments."""
+    given = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, 1, 4, 6, 8, generator=given)
+    if function == "dcmha":
+        gates = Composition(query_gate=torch.randn(1, 6, 4, generator=given))
+        return lambda query: dcmha_attention(query, key, value, pre=gates, implementation=implementation)
+    bias = torch.randn(6, 4, generator=given)
+    return lambda query: relative_attention(query, key, value, position_bias=bias, implementation=implementation)
+
+
+TRANSFORMED: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "compiled jvp": lambda op, x: torch.compile(lambda x: torch.func.jvp(op, (x,), (x,))[1], backend="eager")(x),
+    "jvp of compiled": lambda op, x: torch.func.jvp(torch.compile(op, backend="eager"), (x,), (x,))[1],
+    "compiled grad": lambda op, x: torch.compile(torch.func.grad(lambda x: op(x).square().sum()), backend="eager")(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMED)
+@pytest.mark.parametrize("function", ["dcmha", "relative"])
+def test_a_compiler_keeps_transforms(function: str, transform: str) -> None:
+    query = torch.randn(1, 4, 6, 8)
+    found, expected = [], []
+    for name, results in (("chunked", found), ("eager", expected)):
+        torch.compiler.reset()
+        results.append(TRANSFORMED[transform](plain_call(name, function), query))
+    torch.testing.assert_close(found, expected)
+    assert expected[0].abs().max() > 0.1
+
+
+def test_a_function_that_was_compiled_before_keeps_tangents() -> None:
+    query, op = torch.randn(1, 4, 6, 8), plain_call("chunked", "dcmha")
+    compiled = torch.compile(op, backend="eager")
+    compiled(query)
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(compiled(forward_ad.make_dual(query, query))).tangent
+    torch.testing.assert_close(found, torch.func.jvp(plain_call("eager", "dcmha"), (query,), (query,))[1])

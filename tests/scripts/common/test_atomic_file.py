@@ -76,6 +76,11 @@ def test_all_of_a_folder_is_on_disk_before_it_gets_its_name(tmp_path: Path, even
     with staged_folder(tmp_path / "staged") as staging:
         (staging / "file").write_text("text")
     assert events == ["file", staging.name, f"{staging.name} -> staged", tmp_path.name]
+    events.clear()
+    with staged_folder(tmp_path / "staged") as staging:
+        (staging / "file").write_text("text")
+    aside = staging.name.replace("partial", "replaced")
+    assert events == ["file", staging.name, f"staged -> {aside}", f"{staging.name} -> staged", tmp_path.name]
 
 
 @pytest.mark.parametrize(("number", "is_told"), [(errno.EINVAL, False), (errno.EIO, True), (errno.ENOSPC, True)])

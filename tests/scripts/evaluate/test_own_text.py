@@ -1,5 +1,6 @@
 """`dynattn evaluate --dataset`: bits per byte of texts of one's own, by document and by position, and comparisons."""
 
+import errno
 import json
 import math
 import re
@@ -16,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.evaluate import results as results_module
 from dynattn.scripts.evaluate.own_text import Scores, score_texts, summarize
 from dynattn.scripts.evaluate.results import write_files
 from dynattn.scripts.evaluate.text_files import Documents, read_documents
@@ -150,6 +152,23 @@ def test_an_evaluation_that_ended_meanwhile_is_not_replaced(tmp_path: Path):
     with pytest.raises(UserError, match=r"results.json exists; choose another --output"):
         write_files(tmp_path, {"of": "another"}, "table", overwrite=False)
     assert json.loads((tmp_path / "results.json").read_text()) == {"of": "one"}
+
+
+def test_a_full_disk_costs_neither_the_earlier_evaluation_nor_the_new_table(
+    checkpoints: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fill_disk(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    write_files(tmp_path / "results", {"of": "one"}, "table", overwrite=False)
+    before = {path.name: path.read_text() for path in (tmp_path / "results").iterdir()}
+    (tmp_path / "text.txt").write_text(DOCUMENTS[0])
+    monkeypatch.setattr(results_module, "write_json", fill_disk)
+    command = ["evaluate", checkpoints[0], "--dataset", str(tmp_path / "text.txt"), "--device", "cpu"]
+    assert cli.main([*command, "--output", str(tmp_path / "results"), "--overwrite"]) == 2
+    printed = capsys.readouterr()
+    assert "No space left on device; make room" in printed.err and "1 documents of" in printed.out
+    assert {path.name: path.read_text() for path in (tmp_path / "results").iterdir()} == before
 
 
 def test_an_overwritten_evaluation_of_another_kind_leaves_nothing(checkpoints: list[str], tmp_path: Path):

@@ -232,5 +232,12 @@ def test_wrong_graphs_leave_what_was_there(
     monkeypatch.setattr("dynattn.scripts.export.job.export_graphs", fail)
     line = refusal(capsys, "torch", checkpoint, destination, "--overwrite")
     assert "the exporter fails on this model: RuntimeError: no such operator" in line
+
+    def fill_disk(*_: object) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr("dynattn.scripts.export.job.export_graphs", fill_disk)
+    line = refusal(capsys, "torch", checkpoint, destination, "--overwrite")
+    assert "a file could not be written to its end; is the disk full?" in line
     assert [path.name for path in tmp_path.iterdir()] == ["graphs"]
     assert (destination / "config.json").read_text() == "{}"

@@ -145,7 +145,8 @@ def dcmha_chunked(
     """`dcmha_attention` in memory that grows with the number of queries plus that of keys, not with their product.
 
     Every input has an exact gradient, an additive mask and tables by distance included. Products and softmax run in at
-    least float32; only the scores of a single query, where no C code computes them, are rounded to its dtype. Under
+    least float32, with two exceptions: of a single query, where no C code computes it, maps and products are rounded to
+    its dtype; and processors that multiply bfloat16 elements do so with maps of bfloat16 inputs. Under
     `torch.compile` the op is one node of the graph; inside it, `choose_composer` decides what is compiled. Under the
     transforms of `torch.func` (`vmap`, `grad`, ...) `dcmha_eager` runs instead, with all maps in memory. With several
     queries, an `offset` on a device is read, which waits for the device. Shapes are those of `dcmha_attention`.

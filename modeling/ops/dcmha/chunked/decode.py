@@ -54,7 +54,7 @@ def _decode_as_operator(step: DecodeStep) -> Tensor:
     factors = [*list_tensors(step.pre), *list_tensors(step.post)]
     composes = [step.pre is not None, step.post is not None]
     bias, gain, offset, compose_bias = step.tables
-    offset = None if offset is None else torch.as_tensor(offset)
+    offset = offset if isinstance(offset, Tensor | None) else torch.as_tensor(offset, device="cpu")
     given = (step.mask, composes, step.groups, step.scaling, bias, gain, offset, compose_bias)
     return _decode_op(step.query, step.key, step.value, factors, *given)
 

@@ -54,9 +54,12 @@ def dcmha_triton(
         key, value: `[B, H_kv, S, D]`.
         pre, post: the composition of scores and of probabilities.
         scaling: factor of the scores.
-        attention_mask: boolean or additive, two to four dimensions that broadcast to `[B, 1, T, S]`.
+        attention_mask: boolean or additive, broadcastable to `[B, 1, T, S]`. Keys are hidden by False, minus infinity
+            and the lowest number of the dtype. A row in which all keys have another large negative number, such as
+            -1e9, loses precision, because float32 has no room for scores beside it.
         is_causal: whether a query sees no later keys; the last query is aligned to the last key.
-        sliding_window: number of keys that a query sees, itself included.
+        sliding_window: a query sees only keys that are fewer places away than this; with causality this many, itself
+            included.
         first_keys: `[B, T]` integers, the first key that each query sees.
         tables: a bias and a gain `[L, H]`, and the position of the first query. With several queries, a position on a
             device is read, which waits for the device.
@@ -140,7 +143,7 @@ def _attend(
     terms = [split_factors(side, groups) for side in (*pre_sides, *post_sides)]
     is_mixed = tables.compose_bias and pre is not None
     biases = (tables.bias, None) if is_mixed else (None, tables.bias)
-    offset = None if tables.offset is None else torch.as_tensor(tables.offset)
+    offset = tables.offset if isinstance(tables.offset, Tensor | None) else torch.as_tensor(tables.offset, device="cpu")
     by_distance = (*biases, tables.gain)
     inputs = query, key, value, *terms, pre_static, post_static, *by_distance, attention_mask, first_keys, offset
     output, _ = _forward_op(*inputs, *settings)
