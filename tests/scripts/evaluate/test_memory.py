@@ -116,6 +116,7 @@ def test_a_text_of_ones_own_is_read_in_segments_with_room_for_the_memory(
     (scored,) = json.loads((tmp_path / "out" / "results.json").read_text())["checkpoints"]
     assert scored["max_length"] == 128 - 30
     tokens = [tokenizer.eos_token_id, *tokenizer.encode(DOCUMENTS[0])]
+    assert scored["by_position"][-1]["from"] > 98  # memory reaches beyond a segment
     assert scored["loss"] == pytest.approx(-in_one_pass(model, tokens, segment=98) / (len(tokens) - 1), rel=1e-6)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from dynattn import RCMHAForCausalLM
-from dynattn.scripts.common.carried_memory import StreamMemory
+from dynattn import RCMHAConfig, RCMHAForCausalLM
+from dynattn.modeling.caches.names import cache_in
+from dynattn.scripts.common.carried_memory import StreamMemory, memory_tensors
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.token_streams import IGNORE_INDEX
 from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
@@ -275,6 +277,35 @@ def test_what_cannot_carry_memory_is_told_before_anything_is_written(
     with pytest.raises(UserError, match=message):
         run(tmp_path / "run", corpus, **changes)
     assert not (tmp_path / "run").exists()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("loaded", [(1, 4), (2, 2), (4, 1), (2, 1)], ids=str)
+@pytest.mark.parametrize("saved", [(1, 1), (2, 2), (4, 1)], ids=str)
+def test_every_stream_finds_its_memory_whoever_read_it(
+    saved: tuple[int, int], loaded: tuple[int, int], tmp_path: Path
+) -> None:
+    """The rows of an update are divided among micro-batches first, and each of these among processes."""
+    model = RCMHAForCausalLM(RCMHAConfig(vocab_size=30, **MODEL)).eval()
+    ids = torch.randint(30, (8, SEGMENT), generator=torch.Generator().manual_seed(0))
+
+    def memories(processes: int, micro_batches: int) -> list[tuple[Any, StreamMemory]]:
+        parts = ids.reshape(micro_batches, processes, -1, SEGMENT)
+        found = []
+        for index in range(processes):
+            memory = StreamMemory(model.config, micro_batches, segments=9)
+            memory.caches = [cache_in(model(rows, use_cache=True)) for rows in parts[:, index]]
+            place = SimpleNamespace(process_index=index, num_processes=processes, device=torch.device("cpu"))
+            found.append((place, memory))
+        return found
+
+    for place, memory in memories(*saved):
+        memory.save(tmp_path, place)
+    for place, expected in memories(*loaded):
+        memory = StreamMemory(model.config, loaded[1], segments=9)
+        memory.load(tmp_path, place)
+        for ours, theirs in zip(memory.caches, expected.caches, strict=True):
+            torch.testing.assert_close(memory_tensors(ours), memory_tensors(theirs))
 
 
 def test_the_shipped_settings_carry_memory() -> None:
