@@ -236,9 +236,9 @@ def resolve_implementation(name: str | None, *, composed: bool, device: torch.de
         if not composed:
             return "sdpa"
         return "chunked" if device is None else default_implementation(device).name
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"attn_implementation={name!r} does not exist; choose from {sorted(IMPLEMENTATIONS)}")
     if composed and name not in COMPOSING_IMPLEMENTATIONS:
         usable = " or ".join(map(repr, COMPOSING_IMPLEMENTATIONS))
         raise ValueError(f"attn_implementation={name!r} cannot compose heads; use {usable}, or switch composition off")
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"attn_implementation={name!r} does not exist; choose from {sorted(IMPLEMENTATIONS)}")
     return name

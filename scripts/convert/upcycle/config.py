@@ -58,7 +58,8 @@ def chosen_fields(arguments: UpcycleArguments, plain: Any) -> dict[str, Any]:
         raise UserError("--layer-types has L, but the model has no window; say how many keys with --sliding-window")
     if arguments.sliding_window is not None:
         if "sliding_window" not in {field.name for field in dataclasses.fields(plain)}:
-            raise UserError(f"--sliding-window, but a {plain.model_type} has its parent's window; leave it out")
+            windows = "its parent's window" if hasattr(plain, "layer_types") else "no windows"
+            raise UserError(f"--sliding-window, but a {plain.model_type} has {windows}; leave it out")
         if not slides:
             raise UserError("--sliding-window, but no layer has one; say which with --layer-types, such as LG")
         fields["sliding_window"] = arguments.sliding_window

@@ -115,7 +115,7 @@ def test_options_of_decoders_are_refused(tmp_path: Path, capsys: pytest.CaptureF
     save_parent(tmp_path / "parent", "vit")
     for option, message in (
         (("--layer-types", "LG"), "a dcvit has no windows"),
-        (("--sliding-window", "5"), "no layer has"),
+        (("--sliding-window", "5"), "a dcvit has no windows"),
     ):
         assert main(["convert", "vit", str(tmp_path / "parent"), str(tmp_path / "ours"), *option]) != 0
         assert message in capsys.readouterr().err
