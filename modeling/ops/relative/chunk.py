@@ -175,27 +175,17 @@ class RelativeChunk(NamedTuple):
 
     def _softmax(self, scores: Tensor, operands: Operands) -> Tensor:
         """Softmax of `scores` `[H, B, c, n]` over the visible keys, 0 for queries without any; overwrites `scores`."""
-        (num_queries, num_keys), window, hidden = self.shape, self.structure.sliding_window, None
-        if not self.structure.is_causal:
-            if window is not None:
-                hidden = ~self.structure.visible(self.queries, self.keys, scores.device)
-                scores.masked_fill_(hidden, -torch.inf)
-        else:
-            later = torch.ones(num_queries, num_queries, dtype=torch.bool, device=scores.device).triu_(1)
-            scores[..., num_keys - num_queries :].masked_fill_(later, -torch.inf)
-            if window is not None and num_keys > window:
-                # Query `t` is at key `n - c + t`; keys up to `n - c + t - sliding_window` are outside its window.
-                outside = torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device)
-                outside.tril_(num_keys - num_queries - window)
-                scores.masked_fill_(outside, -torch.inf)
+        for edge in self.structure.edges(self.queries, self.keys):
+            hidden = ~self.structure.visible(self.queries, edge, scores.device)
+            part = slice(edge.start - self.keys.start, edge.stop - self.keys.start)
+            scores[..., part].masked_fill_(hidden, -torch.inf)
         if operands.added is not None:
             scores = scores + self._of_chunk(operands.added)
         if operands.visible is not None:
-            hidden = ~self._of_chunk(operands.visible)
-            scores = scores.masked_fill_(hidden, -torch.inf)
-        dtype = at_least_float32(scores.dtype)
-        probs = torch.softmax(scores, dim=-1, dtype=dtype)
-        if hidden is None:
+            scores = scores.masked_fill_(~self._of_chunk(operands.visible), -torch.inf)
+        probs = torch.softmax(scores, dim=-1, dtype=at_least_float32(scores.dtype))
+        sees_itself = self.structure.is_causal or self.structure.sliding_window is None
+        if sees_itself and operands.visible is None:
             return probs
         return probs.masked_fill_(scores.eq(-torch.inf).all(-1, keepdim=True), 0.0)
 
