@@ -44,7 +44,7 @@ def check_composed_call(
 
 
 # PyTorch compares unsigned integers of more than 8 bits with no others.
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _check_tables(tables: DistanceTables, query: Tensor, key: Tensor, sliding_window: int | None) -> None:
@@ -65,7 +65,7 @@ def _check_tables(tables: DistanceTables, query: Tensor, key: Tensor, sliding_wi
 def _check_first_keys(first_keys: Tensor, query: Tensor) -> None:
     """Raises ValueError unless `first_keys` are integers `[B, T]`, for a query `[B, H, T, D]`."""
     expected = (query.shape[0], query.shape[2])
-    if first_keys.shape != expected or first_keys.dtype not in INTEGERS:
+    if first_keys.shape != expected or first_keys.dtype not in INDEX_DTYPES:
         raise ValueError(f"first_keys must be integers {expected}, not {first_keys.dtype} {tuple(first_keys.shape)}")
 
 

@@ -184,8 +184,9 @@ class RelativeChunk(NamedTuple):
         if operands.visible is not None:
             scores = scores.masked_fill_(~self._of_chunk(operands.visible), -torch.inf)
         probs = torch.softmax(scores, dim=-1, dtype=at_least_float32(scores.dtype))
-        sees_itself = self.structure.is_causal or self.structure.sliding_window is None
-        if sees_itself and operands.visible is None:
+        # By its position a query of a causal chunk sees a key, and one without a window sees all of them.
+        sees_any = self.structure.is_causal or self.structure.sliding_window is None
+        if sees_any and operands.visible is None:
             return probs
         return probs.masked_fill_(scores.eq(-torch.inf).all(-1, keepdim=True), 0.0)
 
