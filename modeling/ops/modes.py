@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 
 def is_autocast_on(device: torch.device) -> bool:
-    """Whether autocast is on for a device; never for `meta`, which has none and of which PyTorch must not be asked."""
+    """Whether autocast is on for a device; False where there is none, as for `meta`, about which PyTorch raises."""
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
@@ -64,5 +64,5 @@ def _is_transformed() -> bool:
 
 @torch.compiler.assume_constant_result
 def _are_transforms_active() -> bool:
-    """Asked by `torch.compile` while it traces, inside transforms of the code too; it traces again under others."""
+    """A constant for `torch.compile`, which asks while it traces and traces again when other transforms are active."""
     return torch._C._are_functorch_transforms_active()

@@ -144,14 +144,7 @@ def evaluate_model(
         options = {"truncate": truncate, "carry_memory": carry_memory}
         lm = StrictHFLM(model, tokenizer, batch_size=batch_size, max_length=max_length, **options)
         for number in shots:
-            items, missing = catalog.load()
-            results.unavailable |= missing
-            if carry_memory and items and not any(task.OUTPUT_TYPE == ROLLING for task in leaf_tasks(items)):
-                raise UserError(f"carry_memory changes perplexities only, and {catalog.names} have none; leave it out")
-            if items:
-                _set_examples(items, number, seed)
-                results.raw.append(_run(lm, items, limit, log_samples))
-                _collect(results, items, results.raw[-1])
+            _score_tasks(lm, catalog, number, results, limit=limit, seed=seed, log_samples=log_samples)
         if any(result.task == HELDOUT for result in results.tasks):
             _score_directly(lm, model, tokenizer, results, limit)
     if not is_finite(results.tasks):
@@ -162,6 +155,32 @@ def evaluate_model(
         "seed": seed,
     }  # fmt: skip
     return results
+
+
+def _score_tasks(
+    lm: StrictHFLM,
+    catalog: TaskCatalog,
+    num_fewshot: int | None,
+    results: Results,
+    *,
+    limit: int | None,
+    seed: int,
+    log_samples: bool,
+) -> None:
+    """Adds the scores of all tasks that can be loaded to `results`, with `num_fewshot` examples.
+
+    Raises:
+        UserError: memory is carried, and none of the tasks measures a perplexity.
+    """
+    items, missing = catalog.load()
+    results.unavailable |= missing
+    if not items:
+        return
+    if lm.segment is not None and not any(task.OUTPUT_TYPE == ROLLING for task in leaf_tasks(items)):
+        raise UserError(f"carry_memory changes perplexities only, and {catalog.names} have none; leave it out")
+    _set_examples(items, num_fewshot, seed)
+    results.raw.append(_run(lm, items, limit, log_samples))
+    _collect(results, items, results.raw[-1])
 
 
 def _set_examples(items: Sequence[Task | Group], num_fewshot: int | None, seed: int) -> None:

@@ -242,16 +242,16 @@ def _zeros_like(operands: Operands) -> Operands:
 
 
 def _as_given(grads: Operands, operands: Operands) -> list[Tensor]:
-    """Gradients `[B, H, T, D]` of `query` and so on in the layout of the op's arguments; absent operands are left out.
+    """Gradients in the layout of the op's arguments, `query` `[B, H, T, D]` first, and in the dtypes of the operands.
 
-    They have the dtypes of `operands`.
+    Absent operands are left out.
     """
-    pairs = zip(grads, operands, strict=True)
-    grads = Operands(*(None if None in (x, own) else x.to(own.dtype) for x, own in pairs))  # type: ignore[union-attr, arg-type]
     given = [
         *(x.transpose(0, 1) for x in (grads.query, grads.key, grads.value)),
         None if grads.embeddings is None else grads.embeddings.transpose(0, 1).flip(0),
         None if grads.bias is None else grads.bias.T.flip(0),
         None if grads.content_bias is None else grads.content_bias[:, 0, 0],
     ]
-    return [grad.contiguous() for grad in given if grad is not None]
+    dtypes = [operand.dtype for operand in operands[:DIFFERENTIABLE] if operand is not None]
+    present = [grad for grad in given if grad is not None]
+    return [grad.to(dtype).contiguous() for grad, dtype in zip(present, dtypes, strict=True)]

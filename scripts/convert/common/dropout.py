@@ -4,11 +4,13 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedConfig
 
-# What the families on either side of a conversion call dropout.
-OF_PROBABILITIES = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
-OF_ACTIVATIONS = ("hidden_dropout", "activation_dropout", "resid_pdrop", "embd_pdrop")
-OF_FACTORS = ("compose_dropout",)
-OF_LAYERS = ("encoder_layerdrop", "decoder_layerdrop")
+# What the families on either side of a conversion call dropout: of probabilities, of activations and embeddings, of
+# the factors of a composition, and of whole layers.
+NAMES = (
+    *("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"),
+    *("hidden_dropout", "activation_dropout", "resid_pdrop", "embd_pdrop"),
+    *("compose_dropout", "encoder_layerdrop", "decoder_layerdrop"),
+)
 # BART's names, by ours.
 RENAMED = {"hidden_dropout": "dropout"}
 
@@ -19,7 +21,7 @@ def warn_of_dropout(source: PreTrainedConfig, result: PreTrainedConfig | None = 
     Args:
         result: the configuration of the result; None if its format has no fields for dropout.
     """
-    for name in (*OF_PROBABILITIES, *OF_ACTIVATIONS, *OF_FACTORS, *OF_LAYERS):
+    for name in NAMES:
         value = getattr(source, name, 0.0)
         if value and value not in (getattr(result, name, None), getattr(result, RENAMED.get(name, name), None)):
             yield f"{name} {value} is not kept: config.json of the result does not have it"
