@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints, get
 
 from .paged_attention import LayerRows, PagedAttention, RequestRows, Span
 from .paged_rows import row_layout
-from .requirements import check_model, check_request, check_settings, new_token_limit, with_defaults_of
+from .requirements import check_joins, check_model, check_request, check_settings, new_token_limit, with_defaults_of
 
 
 class ServedModel:
@@ -119,15 +119,21 @@ def start_batching(
 ) -> ComposedBatchingManager:
     """`model.init_continuous_batching` for a model of any DCMHA family. Starting the manager starts the generation.
 
-    As in `generate`, what `generation_config` leaves unset is that of `model.generation_config`.
+    As in `generate`, what `generation_config` leaves unset is that of `model.generation_config`. A persistent manager that
+    is still kept has the settings of its first call, so that a later one may give none, or the same.
 
     Raises:
-        ValueError: serving does not support the model or the settings, see `check_model` and `check_settings`.
+        ValueError: serving does not support the model or the settings, see `check_model` and `check_settings`, or the
+            kept manager has other ones.
     """
+    is_given = generation_config is not None
+    generation_config = with_defaults_of(model, generation_config)
     kept = getattr(model, "_cached_continuous_batching_manager", None)
     if isinstance(kept, ComposedBatchingManager):
+        if is_given:
+            check_settings(generation_config, kept.continuous_batching_config)
+            check_joins(kept.generation_config, generation_config)
         return kept
-    generation_config = with_defaults_of(model, generation_config)
     if generation_config.eos_token_id is None:
         generation_config.eos_token_id = -1  # what Transformers takes for "none"
     settings = continuous_batching_config or ContinuousBatchingConfig()

@@ -44,6 +44,7 @@ UNSERVED: dict[str, Any] = {
 SHARED: dict[str, Any] = {
     "do_sample": False,
     "num_return_sequences": 1,
+    "eos_token_id": -1,
     "suppress_tokens": None,
     "sequence_bias": None,
 }
@@ -158,7 +159,7 @@ def check_joins(running: Any, asked: Any) -> None:
         if ours != theirs:
             raise ValueError(
                 f"a request asks for {name}={theirs!r}, and all requests that are served together have "
-                f"{name}={ours!r}, as the first of them asked; ask for the same, or start another server"
+                f"{name}={ours!r}, as the first of them asked; ask for the same, or start another server or manager"
             )
 
 

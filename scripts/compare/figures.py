@@ -138,7 +138,8 @@ def _draw_ratios(axes: Axes, record: Mapping[str, Any]) -> None:
         axes.axvspan(*quoted["interval"], color="tab:orange", alpha=0.25)
         axes.set_title(f"shaded: {quoted['label']} (quoted)", fontsize="medium")
     axes.axvline(1, color="gray", lw=1)
-    axes.set_yticks([-place for place in range(len(known))], [record["arms"][name]["label"] for _, name in known])
+    labels = [literal_label(record["arms"][name]["label"]) for _, name in known]
+    axes.set_yticks([-place for place in range(len(known))], labels)
     arrows = "; arrows: at least, or at most" if any(ratios[name].get("bound") for _, name in known) else ""
     what = "operations the baseline needs for the same loss, as a multiple of the arm's"
     axes.set_xlabel(f"{what}\n(mean, 95 % interval{arrows})")

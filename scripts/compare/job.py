@@ -15,6 +15,7 @@ from ..common.atomic_file import write_whole
 from ..common.errors import UserError
 from ..pretrain import PretrainArguments, pretrain
 from ..pretrain.guard import DivergedError
+from ..pretrain.model import plan_config
 from ..pretrain.stopping import deadline_after
 from ..pretrain.texts import check_same_texts
 from .arguments import CompareArguments
@@ -61,13 +62,14 @@ def make_runs(arguments: CompareArguments, variants: Sequence[Variant], output: 
     """Trains what is missing and returns the record of the seeds that all variants have ended.
 
     Raises:
-        UserError: a learning rate is not valid, the folder holds something else or runs on other texts, time was over
-            before two seeds were complete, or all runs of the baseline diverged.
+        UserError: a learning rate or a model is not valid, the folder holds something else or runs on other texts, time
+            was over before two seeds were complete, or all runs of the baseline diverged.
     """
     runs = Runs(output, deadline_after(arguments.max_seconds))
     # Builds the arguments of all runs now, so that one that is not valid is refused before the first run.
     seeds = (arguments.tuning_seed, *arguments.measured_seeds)
     planned = [runs.arguments(*cell) for cell in product(variants, seeds, arguments.learning_rates or (None,))]
+    check_models(runs, variants)
     settings = {"variants": {variant.name: dict(variant.options) for variant in variants}}
     claim(output, settings, "comparison")
     check_same_texts(planned)
@@ -84,6 +86,15 @@ def make_runs(arguments: CompareArguments, variants: Sequence[Variant], output: 
     tuning = {"tuning_seed": arguments.tuning_seed, "learning_rates": arguments.learning_rates, "tuning_losses": losses}
     arms = {variant.name: {seed: runs[variant.name] for seed, runs in ended.items()} for variant in variants}
     return make_record({**settings, **tuning, "chosen": rates}, arms, {name: name for name in arms})
+
+
+def check_models(runs: "Runs", variants: Sequence[Variant]) -> None:
+    """Raises UserError for a variant whose model cannot be built, which would otherwise show after the runs of others."""
+    for variant in variants:
+        try:
+            plan_config(runs.arguments(variant, seed=0, rate=None))
+        except UserError as error:
+            raise UserError(f"{variant.name}: {error}") from error
 
 
 def choose_rates(

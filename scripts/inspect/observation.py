@@ -81,8 +81,9 @@ def attention_through(
 
     def attend(module: Any, *args: Any, **options: Any) -> tuple[Tensor, None]:
         """The attention function, with the interface of Transformers (see `attention_function`)."""
-        given = {stage: options.pop(stage, None) for stage in STAGES}
-        stages = change(module.layer_idx, {stage: one for stage, one in given.items() if one is not None})
+        given = {stage: options.pop(stage, None) or Composition() for stage in STAGES}
+        # A stage can be without terms; then it mixes nothing and is not one of the layer's.
+        stages = change(module.layer_idx, {stage: one for stage, one in given.items() if one.tensors()})
 
         def observed(
             query: Tensor, key: Tensor, value: Tensor, *, tables: DistanceTables = NO_TABLES, **call: Any

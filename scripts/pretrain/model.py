@@ -79,7 +79,12 @@ def build_config(arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBas
     check_transfer(config, arguments.base_width)
     if not arguments.init_from:
         transfer_config(config, arguments.base_width)
-    _check_fit(config, arguments, tokenizer)
+    _check_fit(config, arguments)
+    if (needed := required_vocabulary(tokenizer)) > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {needed} tokens, more than the model's vocab_size={config.vocab_size}; "
+            "raise it in model_config or give a smaller tokenizer"
+        )
     return config
 
 
@@ -122,13 +127,14 @@ def plan_config(arguments: PretrainArguments) -> PreTrainedConfig:
     """The configuration that the arguments describe, without a tokenizer: the vocabulary has its default size.
 
     Raises:
-        UserError: as `build_config`.
+        UserError: as `build_config`, without the tokenizer.
     """
     given = arguments.init_from
     config = _load_config(arguments) if given else _new_config(arguments, dict(arguments.config_overrides))
     check_transfer(config, arguments.base_width)
     if not given:
         transfer_config(config, arguments.base_width)
+    _check_fit(config, arguments)
     return config
 
 
@@ -283,13 +289,8 @@ def _load_config(arguments: PretrainArguments) -> PreTrainedConfig:
     return config
 
 
-def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> None:
-    needed = required_vocabulary(tokenizer)
-    if needed > config.vocab_size:
-        raise UserError(
-            f"the tokenizer has {needed} tokens, more than the model's vocab_size={config.vocab_size}; "
-            "raise it in model_config or give a smaller tokenizer"
-        )
+def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments) -> None:
+    """Raises UserError for sequences and objectives that are not for this model."""
     if arguments.objective == "causal_lm" and reads_both_ways(config):
         raise UserError(
             f"a {config.model_type} reads each token with those after it, so that predicting them teaches nothing; "

@@ -220,6 +220,14 @@ def test_a_persistent_manager_serves_again_and_then_goes() -> None:
             assert_same_tokens(model, prompt, output.generated_tokens)
     manager = model._cached_continuous_batching_manager
     assert model.init_continuous_batching() is manager
+    sampled = GenerationConfig(max_new_tokens=4, do_sample=True, num_return_sequences=2, pad_token_id=0)
+    for other, name in [
+        (sampled, "do_sample"),
+        (GenerationConfig(**{**GREEDY.to_diff_dict(), "eos_token_id": 3}), "eos_token_id"),
+        (GenerationConfig(**{**GREEDY.to_diff_dict(), "repetition_penalty": 1.7}), "repetition_penalty"),
+    ]:
+        with pytest.raises(ValueError, match=name):
+            model.generate_batch(prompts, other, persistent_manager=True)
     model.destroy_cached_continuous_batching_manager()
     assert model.init_continuous_batching(GREEDY) is not manager
 

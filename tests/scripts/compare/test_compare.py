@@ -18,6 +18,7 @@ from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.paired import holm
 from dynattn.scripts.compare import figures, job
+from dynattn.scripts.compare.arguments import CompareArguments
 from dynattn.scripts.compare.figures import draw_arms
 from dynattn.scripts.compare.record import (
     compare,
@@ -100,6 +101,9 @@ def test_names_that_matplotlib_would_hide_or_typeset_are_in_the_legend(tmp_path:
     legend = Figure.legend
     monkeypatch.setattr(Figure, "legend", lambda self, lines, labels, **more: (drawn.extend(labels), legend(self))[1])
     record = record_of({"_plain": {0: run_of(5.0, 4.0)}, "_a$x$": {0: run_of(5.0, 3.0)}})
+    for arm in record["arms"].values():
+        arm["runs"] = [{**run, "flops_per_token": 1.0} for run in arm["runs"]]  # a ratio of FLOPs is drawn as well
+    record["comparison"]["_a$x$"]["operations_ratio"] = {"mean": 1.5, "interval_95": None}
     draw_arms(json.loads(json.dumps(record)), tmp_path / "losses.png")
     assert drawn == [" _PLAIN", r" _A\$X\$"]
 
@@ -201,6 +205,24 @@ def test_variants_that_do_not_compare_are_refused(tmp_path: Path, text: Path, op
     files = [variant(tmp_path, "dcformer", text), variant(tmp_path, "plain", text, **options)]
     with pytest.raises(UserError, match=message):
         read_variants(files, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model_config": {"hiden_size": 16}}, "plain: model_config names .*did you mean hidden_size"),
+        ({"model_config": {**SIZES, "max_position_embeddings": 16}}, "plain: sequence_length=32 is above the model's"),
+        ({"model_type": "bert"}, "plain: a bert reads each token with those after it"),
+        ({"model_config": {**SIZES, "num_attention_heads": "two"}}, "plain: model_config is not valid for dcformer"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused_before_the_first_run(
+    tmp_path: Path, text: Path, options: dict[str, Any], message: str
+):
+    files = [variant(tmp_path, "dcformer", text), variant(tmp_path, "plain", text, **options)]
+    with pytest.raises(UserError, match=message):
+        job.run_comparison(CompareArguments(variants=files, output=str(tmp_path / "study")))
+    assert not (tmp_path / "study").exists()
 
 
 def test_what_the_comparison_sets_is_not_common(tmp_path: Path, text: Path):

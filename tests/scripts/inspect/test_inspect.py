@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from dynattn.modeling.ops.distance_tables import NO_TABLES
 from dynattn.scripts.cli import main
 from dynattn.scripts.common.atomic_folder import MACHINE
-from dynattn.scripts.inspect.measures import ablate, head_flow, leave_out
+from dynattn.scripts.inspect.measures import ablate, head_flow, leave_out, measure_layer
 from dynattn.scripts.inspect.observation import loss_with, observe, visible_pairs
 
 IDS = torch.randint(0, 97, (1, 20), generator=torch.Generator().manual_seed(7))
@@ -59,6 +59,14 @@ def test_every_term_of_every_stage_is_left_out_once() -> None:
         (stage, term) for stage in ("pre", "post") for term in terms
     ]
     assert all(row["difference"] == pytest.approx(row["loss"] - loss) for row in rows)
+
+
+def test_a_stage_without_terms_is_no_stage_of_the_layer() -> None:
+    options = {"compose_low_rank": False, "compose_gate": False, "num_key_value_heads": 6}
+    model = make_model(**options, differential_heads=True)
+    layers, loss = observe(model, IDS)
+    assert all(set(layer.stages) == {"post"} == set(measure_layer(layer)) for layer in layers)
+    assert {row["stage"] for row in ablate(model, IDS, layers, loss)} == {"post"}
 
 
 def test_the_flow_between_heads_adds_up_to_the_composed_maps_where_nothing_cancels() -> None:
