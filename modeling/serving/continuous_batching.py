@@ -119,8 +119,8 @@ def start_batching(
 ) -> ComposedBatchingManager:
     """`model.init_continuous_batching` for a model of any DCMHA family. Starting the manager starts the generation.
 
-    As in `generate`, what `generation_config` leaves unset is that of `model.generation_config`. A persistent manager that
-    is still kept has the settings of its first call, so that a later one may give none, or the same.
+    As in `generate`, what `generation_config` leaves unset is that of `model.generation_config`. A persistent manager
+    that is still kept has the settings of its first call, so that a later one may give none, or the same.
 
     Raises:
         ValueError: serving does not support the model or the settings, see `check_model` and `check_settings`, or the

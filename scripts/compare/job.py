@@ -89,7 +89,7 @@ def make_runs(arguments: CompareArguments, variants: Sequence[Variant], output: 
 
 
 def check_models(runs: "Runs", variants: Sequence[Variant]) -> None:
-    """Raises UserError for a variant whose model cannot be built, which would otherwise show after the runs of others."""
+    """Raises UserError for a variant whose model cannot be built; it would show after the runs of others."""
     for variant in variants:
         try:
             plan_config(runs.arguments(variant, seed=0, rate=None))
