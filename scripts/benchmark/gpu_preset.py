@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +36,8 @@ SECONDS, TUNING_SECONDS = 480.0, 170.0
 # kernels exceeds the time of their launches.
 TOKENS = 16384
 
+# What a user may give beside the preset, which sets everything else.
+OPTIONS = ("preset", "device", "threads", "budget", "seed", "output", "overwrite", "resume", "redraw")
 OURS = ["triton", "chunked"]
 FUSED_PLAIN = ["sdpa", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"]
 OFFICIAL = ["official", "official-compiled"]
@@ -109,8 +111,14 @@ def options_of(part: PresetPart, arguments: BenchmarkArguments) -> BenchmarkArgu
     return replace(arguments, **{**preset, **part.options})
 
 
-def check_gpu() -> None:
-    """Raises UserError if there is no GPU."""
+def check_preset(arguments: BenchmarkArguments) -> None:
+    """Raises UserError for an option that the preset sets by itself, or if there is no GPU."""
+    theirs = [field for field in fields(arguments) if field.name not in OPTIONS]
+    if given := [field.name for field in theirs if getattr(arguments, field.name) != field.default]:
+        raise UserError(
+            f"--preset gpu decides {', '.join(given)} by itself, for each of its parts; leave it out, or measure one "
+            "part without the preset"
+        )
     if not torch.cuda.is_available():
         raise UserError("--preset gpu needs a CUDA device, and none was found; without the preset, --device cpu works")
 

@@ -18,7 +18,7 @@ from ..common.disk_errors import disk_errors_explained
 from ..common.folder_lock import FolderLock
 from ..common.measuring import copy_rate, gemm_rate
 from .arguments import BenchmarkArguments
-from .gpu_preset import GPU, SECONDS, check_gpu, run_preset
+from .gpu_preset import GPU, SECONDS, check_preset, run_preset
 from .harness.accuracy import LARGEST_MULTIPLE, RMS_MULTIPLE
 from .harness.comparison import OVER_BUDGET, run_case
 from .harness.interface import Candidate, Case, Subject
@@ -64,7 +64,7 @@ def run_benchmark(argv: Sequence[str], arguments: BenchmarkArguments) -> int:
 
 def run_preset_in_workers(argv: Sequence[str], arguments: BenchmarkArguments, folder: Path) -> int:
     """The preset, in this process if it is one of the workers that the first one starts; returns the exit status."""
-    check_gpu()
+    check_preset(arguments)
     if END not in os.environ:
         make_output(folder, folder / GPU[0].name / RECORD, arguments)
         with FolderLock(folder / LOCK):

@@ -16,16 +16,16 @@ from .atomic_file import write_json
 from .errors import UserError
 from .folder_names import may_be_on_the_hub
 
+# The files that can name code beside the weights, by which Transformers would load tokenizers and processors.
 TOKENIZER_CONFIG = "tokenizer_config.json"
+PROCESSOR_CONFIGS = ("preprocessor_config.json", "processor_config.json")
 # Path patterns in a checkpoint folder: files of the tokenizer, and what else is copied along with the weights.
 TOKENIZER_PATTERNS = (
     *("tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("vocab.txt", "merges.txt", "*.model", "*.spm", "target_vocab.json", "*.tiktoken", "tekken.json"),
     *("*.jinja", "additional_chat_templates/*.jinja"),
 )
-COMPANION_PATTERNS = (
-    *("generation_config.json", "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*"),
-)
+COMPANION_PATTERNS = ("generation_config.json", *PROCESSOR_CONFIGS, "LICENSE*", "NOTICE*")
 # What Transformers, the Hub and the jobs of this package also write into the folder of a model or of its graphs.
 WRITTEN_PATTERNS = (
     *(*TOKENIZER_PATTERNS, *COMPANION_PATTERNS, "config.json", "*.safetensors", "*.safetensors.index.json", "*.py"),
@@ -151,13 +151,14 @@ def matching_files(folder: Path, patterns: Iterable[str]) -> list[str]:
 def copy_files(names: Iterable[str], source: Path, destination: Path) -> None:
     """Copies the files that `matching_files` has found in the folder `source`, and the sub-folders that they are in.
 
-    The tokenizer's configuration is copied without the path on some machine that old versions of Transformers wrote.
+    Configurations of tokenizers and processors are copied without what points elsewhere: the path on some machine that
+    old versions of Transformers wrote, and the names of code, which is not copied and may be anywhere.
     """
     for name in names:
         (destination / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, destination / name)
-        if name == TOKENIZER_CONFIG:
-            _forget_path(destination / name)
+        if name in (TOKENIZER_CONFIG, *PROCESSOR_CONFIGS):
+            _forget_places(destination / name)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -175,16 +176,19 @@ def _check_token_ids(path: Path) -> None:
             raise UserError(f"{path}: {name} ({value!r}) must be the number of a token, or a list of such numbers")
 
 
-def _forget_path(path: Path) -> None:
-    """Takes `name_or_path` out of a tokenizer's configuration, unless it is a name on the Hub."""
+def _forget_places(path: Path) -> None:
+    """Takes `auto_map` out of a configuration, and `name_or_path` unless it is a name on the Hub."""
     try:
         content = read_json(path)
     except UserError:  # a damaged file is told where the tokenizer is loaded
         return
-    if not isinstance(content, dict) or "name_or_path" not in content:
+    if not isinstance(content, dict):
         return
-    if not may_be_on_the_hub(str(content.pop("name_or_path"))):
-        write_json(path, content)
+    kept = {name: value for name, value in content.items() if name != "auto_map"}
+    if not may_be_on_the_hub(str(kept.get("name_or_path", ""))):
+        kept.pop("name_or_path", None)
+    if kept != content:
+        write_json(path, kept)
 
 
 def weights_sha256(folder: Path) -> str | None:

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,11 @@ class Verdict:
     @property
     def correct(self) -> bool:
         return self.excess <= 1.0
+
+    def as_record(self) -> dict[str, Any]:
+        """In JSON types, which have no infinity: an error is None if there is none, or if the results are not finite."""
+        errors = {name: value for name, value in asdict(self).items() if isinstance(value, float)}
+        return asdict(self) | {name: value if math.isfinite(value) else None for name, value in errors.items()}
 
 
 def judge(results: Results, exact: Results, reference: Results) -> Verdict:

@@ -15,8 +15,9 @@ from .interface import Candidate, Case
 from .interruptions import check_device
 from .settings import BenchmarkSettings
 
-# The failure of a candidate that was left out because it was too slow starts with these words.
-OVER_BUDGET = "over the budget"
+# The failure of a candidate that was left out because it was too slow, and of one that nothing can be compared with,
+# start with these words.
+OVER_BUDGET, NO_REFERENCE = "over the budget", "the reference fails"
 Row = dict[str, Any]
 Call = Callable[[], Results]
 # Reference results of a function in float64 and in the dtype that is measured.
@@ -55,9 +56,19 @@ def run_case(
     }
     calls: dict[str, Call] = {}
 
-    def prepare(candidate: Candidate) -> Call:
+    @cache
+    def fault_of_reference(function: str) -> str | None:
+        """Why a function has no references, if so. The time that they take, and their failure, are no candidate's."""
         begin(None)
-        references(candidate.function)  # the time that they take is not the candidate's
+        try:
+            references(function)
+        except Exception as error:  # memory may not suffice for them
+            failure = f"{NO_REFERENCE}: {describe(error)}"
+            check_device(settings.device, failure)
+            return failure
+        return None
+
+    def prepare(candidate: Candidate) -> Call:
         begin(candidate.name)
         return qualify(candidate.prepare(case.problem), rows[candidate.name], references, settings)
 
@@ -66,6 +77,9 @@ def run_case(
             row = rows[candidate.name]
             if left_out and candidate.name in left_out:
                 row["failure"] = left_out[candidate.name]
+                continue
+            if failure := fault_of_reference(candidate.function):
+                row["failure"] = failure
                 continue
             try:
                 calls[candidate.name] = prepare(candidate)
@@ -154,7 +168,7 @@ def _blaming(name: str, call: Callable[[], Any]) -> Any:
 def finish_row(row: Row, last_verdict: Verdict, case: Case) -> None:
     """Keeps the worse of the two verdicts, and adds rates if the results are right."""
     verdict = max(row["verdict"], last_verdict, key=lambda one: one.excess)
-    row["verdict"] = {**asdict(verdict), "correct": verdict.correct}
+    row["verdict"] = {**verdict.as_record(), "correct": verdict.correct}
     row["flops"] = case.flops(row["function"])
     row["traffic_bytes"] = case.traffic(row["function"]) if case.traffic else None
     if verdict.correct:

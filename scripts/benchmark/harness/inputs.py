@@ -61,15 +61,24 @@ class OpInputs:
         """Queries `start` to `stop` with the keys that they see; queries are aligned to the end of the keys."""
         cached = self.key.shape[2] - self.query.shape[2]
         first = 0 if self.window is None else max(0, cached + start - self.window + 1)
-        queries, keys = slice(start, stop), slice(first, cached + stop if self.is_causal else None)
+        queries = slice(start, stop)
+        part = self.with_keys(slice(first, cached + stop if self.is_causal else None))
+        return replace(
+            part,
+            query=self.query[:, :, queries],
+            cotangent=self.cotangent[:, queries],
+            pre=None if part.pre is None else part.pre.narrow(queries),
+            post=None if part.post is None else part.post.narrow(queries),
+        )
+
+    def with_keys(self, keys: slice) -> "OpInputs":
+        """All queries with some keys."""
         return replace(
             self,
-            query=self.query[:, :, queries],
             key=self.key[:, :, keys],
             value=self.value[:, :, keys],
-            cotangent=self.cotangent[:, queries],
-            pre=None if self.pre is None else self.pre.narrow(queries, keys),
-            post=None if self.post is None else self.post.narrow(queries, keys),
+            pre=None if self.pre is None else self.pre.narrow(keys=keys),
+            post=None if self.post is None else self.post.narrow(keys=keys),
             visible=None if self.visible is None else self.visible[..., keys],
         )
 

@@ -53,11 +53,7 @@ def format_case(case: Record, peak: float) -> str:
     measured = sorted((row for row in case["rows"] if "timing" in row), key=lambda row: row["timing"]["median"])
     rows = [_cells(row, peak, with_tokens) for row in measured]
     failures = [f"not measured: {row['name']}: {row['failure']}" for row in case["rows"] if "failure" in row]
-    wrong = [
-        f"wrong: {row['name']}: {row['verdict']['where']} is off by {row['verdict']['excess']:.3g} times the limit"
-        for row in measured
-        if not row["verdict"]["correct"]
-    ]
+    wrong = [f"wrong: {row['name']}: {_fault(row['verdict'])}" for row in measured if not row["verdict"]["correct"]]
     table = "\n".join([f"**{case_title(case)}**", "", *aligned_table(head, rows), *wrong, *failures])
     return "\n\n".join([table, *(format_profile(row) for row in measured if "profile" in row)])
 
@@ -81,11 +77,16 @@ def _cells(row: Record, peak: float, with_tokens: bool) -> list[str]:
     cells = [row["name"], *(f"{timing[name] * 1e3:.4g}" for name in ("median", "minimum", "spread")), str(timing["n"])]
     cells += [_ratio(row), f"{row['peak_bytes'] / 2**20:.3g}"]
     cells += [f"{row['flops_per_second'] / peak:.1%}" if verdict["correct"] else ""]
-    cells += [f"{verdict['output_error']:.1e}"]
-    cells += ["" if verdict["gradient_error"] is None else f"{verdict['gradient_error']:.1e}"]
+    cells += ["" if verdict[name] is None else f"{verdict[name]:.1e}" for name in ("output_error", "gradient_error")]
     cells += [f"{row['first_seconds']:.3g}"]
     tokens = row.get("tokens_per_second")
     return cells + ([f"{tokens:,.0f}" if tokens else ""] if with_tokens else [])
+
+
+def _fault(verdict: Record) -> str:
+    if verdict["excess"] is None:
+        return f"{verdict['where']} is missing, not finite or of another shape"
+    return f"{verdict['where']} is off by {verdict['excess']:.3g} times the limit"
 
 
 def _ratio(row: Record) -> str:

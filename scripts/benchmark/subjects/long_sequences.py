@@ -96,7 +96,8 @@ def make_case(
     made: dict[str, OpInputs], shape: Shape, window: int | None, settings: BenchmarkSettings, *, backward: bool
 ) -> Case:
     """One case with the inputs of each function."""
-    chunks = [slice(max(0, stop - CHECKED), stop) for stop in (shape.length // 2, shape.length)]
+    middle, end = shape.length // 2, shape.length
+    chunks = [slice(max(0, middle - CHECKED), middle), slice(max(middle, end - CHECKED), end)]
     checked = torch.cat([torch.arange(one.start, one.stop, device=settings.device) for one in chunks])
     inputs = {name: with_cotangent_at(one, checked) for name, one in made.items()}
     given = {name: requiring_grad(one) for name, one in inputs.items()} if backward else inputs

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.checkpoints import save_tokenizer
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
@@ -69,6 +70,25 @@ def test_links_out_of_the_folder(name: str, checkpoint: Path, refused: Callable[
     (checkpoint / name).unlink(missing_ok=True)
     (checkpoint / name).symlink_to("../outside")
     assert f"{name} is a link to {checkpoint.with_name('outside')}, outside the checkpoint's folder" in refused()
+
+
+def test_code_that_a_tokenizer_names_neither_runs_nor_is_published(checkpoint: Path, tmp_path: Path) -> None:
+    elsewhere, ran = tmp_path / "elsewhere", tmp_path / "ran"
+    elsewhere.mkdir()
+    (elsewhere / "evil.py").write_text(
+        f"from transformers import PreTrainedTokenizerFast\nopen({str(ran)!r}, 'w').close()\n"
+        "class Tokenizer(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    dynattn.DCFormerForCausalLM(dynattn.DCFormerConfig(**{**SMALL, "vocab_size": 300})).save_pretrained(checkpoint)
+    save_tokenizer(checkpoint)
+    for name in ("tokenizer_config.json", "preprocessor_config.json"):
+        content = json.loads((checkpoint / name).read_text()) if (checkpoint / name).exists() else {}
+        auto_map = {"AutoTokenizer": [None, f"{elsewhere}--evil.Tokenizer"]}
+        (checkpoint / name).write_text(json.dumps({**content, "auto_map": auto_map}))
+    assert main(["publish", str(checkpoint), "--output", str(tmp_path / "published")]) == 0
+    assert not ran.exists()
+    for name in ("tokenizer_config.json", "preprocessor_config.json"):
+        assert "auto_map" not in json.loads((tmp_path / "published" / name).read_text())
 
 
 def test_links_of_the_cache_of_the_hub(original: Path, tmp_path: Path) -> None:
