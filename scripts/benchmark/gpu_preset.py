@@ -40,6 +40,7 @@ TOKENS = 16384
 OPTIONS = ("preset", "device", "threads", "budget", "seed", "output", "overwrite", "resume", "redraw")
 OURS = ["triton", "chunked"]
 FUSED_PLAIN = ["sdpa", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"]
+WINDOWED_PLAIN = ["flex", "sdpa", "sdpa-efficient", "sdpa-cudnn"]  # PyTorch's FlashAttention takes no window
 OFFICIAL = ["official", "official-compiled"]
 DECODING = ["triton-graph", "triton", "chunked", "chunked-compiled", "sdpa-graph", "sdpa", "matmul", "official"]
 
@@ -84,7 +85,7 @@ GPU = (
     PresetPart(
         "window",
         {"subjects": ["attention"], "shapes": ["16x64@4096", "32x128@4096"], "window": 256}
-        | {"implementations": ["triton", "triton-plain", *FUSED_PLAIN], "batch_size": TOKENS // 4096},
+        | {"implementations": ["triton", "triton-plain", *WINDOWED_PLAIN], "batch_size": TOKENS // 4096},
     ),
     PresetPart(
         "training-405m",
@@ -94,7 +95,7 @@ GPU = (
     PresetPart(
         "official",
         {"subjects": ["attention"], "shapes": ["16x64@2048", "32x128@2048", "16x64@4096", "32x128@4096"]}
-        | {"implementations": ["triton", "sdpa-flash", *OFFICIAL], "batch_size": 2},
+        | {"implementations": ["triton", "sdpa-flash", "flex", *OFFICIAL], "batch_size": 2},
     ),
     PresetPart(
         "training-405m-4096",

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from dynattn.modeling.ops.dcmha.attention import default_implementation
 
 from ..common.disk_errors import disk_errors_explained
+from ..common.errors import UserError, refusal_of
 from ..common.folder_lock import FolderLock
 from ..common.measuring import copy_rate, gemm_rate
 from .arguments import BenchmarkArguments
@@ -82,15 +84,16 @@ def measure_to_folder(
     """Measures what the arguments say, beginning no case after `end`, and writes record, table and plots.
 
     Returns:
-        Whether nothing in the record is wrong.
+        Whether candidates could be measured, and nothing in the record is wrong.
 
     Raises:
-        UserError: the arguments name what does not exist, or resume a record of other code or of another machine.
+        UserError: the arguments name what does not exist, or resume a record of other code, of another machine or with
+            other candidates.
     """
     settings = replace(read_settings(arguments), end=end)
     selection, left_out = select(arguments, settings)
     folder.mkdir(exist_ok=True)
-    shared = {name: getattr(settings, name) for name in SHARED}
+    shared = {name: getattr(settings, name) for name in SHARED} | {"implementations": arguments.implementations}
     metadata = run_metadata(argv, settings.device) | {"settings": shared, "left_out": left_out}
     record = read_earlier(folder, metadata) if arguments.resume else None
     if record is None or not is_complete(record) or lacks_cases(record, selection, settings):
@@ -101,7 +104,11 @@ def measure_to_folder(
         record = measure(selection, settings, metadata, partial(save_record, folder=folder))
         write_record(record, folder)
         print(f"\nwritten: {folder}/{{{RECORD},{TABLE},*.png}}")
-    return not any(is_fault(row) for case in record["cases"] for row in case["rows"])
+    else:
+        print(f"{folder / RECORD} is complete, so nothing is measured")
+    rows = [row for case in record["cases"] for row in case["rows"]]
+    is_measured = not rows or any("timing" in row for row in rows)  # there are no rows if the time was over before
+    return is_measured and not any(is_fault(row) for row in rows)
 
 
 def measure(
@@ -144,11 +151,18 @@ def measure(
 def selected_cases(
     selection: Selection, settings: BenchmarkSettings
 ) -> Iterator[tuple[Subject, Sequence[Candidate], Shape, Case]]:
-    """Yields every selected case with its subject, the candidates that run it, and its shape."""
+    """Yields every selected case with its subject, the candidates that run it, and its shape.
+
+    Raises:
+        UserError: a subject has no model of a shape.
+    """
     for subject, candidates in selection:
         for shape in shapes_of(subject, settings):
-            for case in subject.cases(shape, settings):
-                yield subject, candidates, shape, case
+            try:
+                for case in subject.cases(shape, settings):
+                    yield subject, candidates, shape, case
+            except (StrictDataclassError, ValueError) as error:
+                raise UserError(f"{subject.name} cannot have the shape {shape}: {refusal_of(error)}") from error
 
 
 def holds(record: dict[str, Any], entry: dict[str, Any]) -> bool:

@@ -69,7 +69,7 @@ def started_record(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the record of the same command in the folder, with the rounds that it has, or a new one.
 
     Raises:
-        UserError: the folder holds the record of another command, or of other code.
+        UserError: the folder holds the record of another command, of other code, or of another machine.
     """
     record: dict[str, Any] = {
         "command": f"python -m {MODULE} FOLDER " + " ".join(map(str, as_words(options))),
@@ -84,7 +84,7 @@ def started_record(options: argparse.Namespace) -> dict[str, Any]:
     if not path.exists():
         return record
     found = json.loads(path.read_text(encoding="utf-8"))
-    for name in ("command", "commit"):
+    for name in ("command", "commit", "versions", "hardware"):
         if found[name] != record[name]:
             raise UserError(
                 f"{path} has the {name} {found[name]!r}, not {record[name]!r}; remove it, or give another folder"

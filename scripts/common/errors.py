@@ -47,8 +47,8 @@ def first_line(error: BaseException | str) -> str:
 
 
 def last_line(error: BaseException | str) -> str:
-    """The last line of an error's message, for errors whose message ends with the cause."""
-    return _lines(error)[-1]
+    """The last line of an error's message, for errors whose message ends with the cause, as of configurations."""
+    return _lines(error)[-1].removeprefix("ValueError: ")
 
 
 def refusal_of(error: Exception) -> str:

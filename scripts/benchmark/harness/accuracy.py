@@ -45,7 +45,7 @@ class Verdict:
         return self.excess <= 1.0
 
     def as_record(self) -> dict[str, Any]:
-        """In JSON types, which have no infinity: an error is None if there is none, or if the results are not finite."""
+        """In JSON types, which have no infinity: an error of results that are not finite is None."""
         errors = {name: value for name, value in asdict(self).items() if isinstance(value, float)}
         return asdict(self) | {name: value if math.isfinite(value) else None for name, value in errors.items()}
 

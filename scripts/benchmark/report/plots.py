@@ -80,7 +80,8 @@ def draw_scaling(
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_title(title, fontsize=9)
         axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))
+        if axes.get_legend_handles_labels()[1]:  # not where every candidate has failed
+            axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))
     _save(figure, path)
 
 

@@ -5,14 +5,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, dcmha_attention
 from dynattn.modeling.ops.dcmha.composition import Composition
+from dynattn.modeling.ops.masking import visible_keys
 
 from ..baselines import x_transformers
 from ..baselines.dcmha import attend_in_chunks, attend_whole
@@ -65,9 +67,11 @@ def candidates(device: torch.device) -> list[Candidate]:
         make_candidate(f"chunked-{function}", "ours", function, partial(call_op, implementation="chunked"))
         for function in (STATIC, POST, QUERY, GATES)
     ]
-    found += [make_candidate("sdpa", "plain", PLAIN, partial(call_op, implementation="sdpa"))]
+    sdpa = partial(make_candidate, role="plain", function=PLAIN, arrange=with_window_mask)
+    found += [sdpa("sdpa", attend=partial(call_op, implementation="sdpa"))]
     if device.type == "cuda":
-        found += [make_candidate(name, "plain", PLAIN, partial(attend_sdpa, kernel=name)) for name in SDPA_KERNELS]
+        found += [sdpa(name, attend=partial(attend_sdpa, kernel=name)) for name in SDPA_KERNELS]
+        found += [Candidate("flex", "plain", PLAIN, prepare_flex)]
     found += [make_candidate("matmul", "plain", PLAIN, attend_whole)]
     found += [
         make_candidate(f"{name}-plain", "plain", PLAIN, partial(attend_uncomposed, implementation=name))
@@ -101,16 +105,18 @@ def make_candidate(
     *,
     compiles: bool = False,
     mode: str = "auto",
+    arrange: Callable[[OpInputs], OpInputs] = lambda inputs: inputs,
 ) -> Candidate:
     """A candidate from `attend`, which takes the inputs of its function and returns `[B, T, H, D]`.
 
     Args:
         mode: what our op compiles, in the forward and in the backward pass.
+        arrange: what is done with the inputs before the clock starts.
     """
 
     def prepare(problem: OpProblem) -> Callable[[], Results]:
         compiled = torch.compile(attend) if compiles else attend
-        call = partial(evaluate, compiled, problem.inputs[function], backward=problem.backward)
+        call = partial(evaluate, compiled, arrange(problem.inputs[function]), backward=problem.backward)
         return compile_mode(mode)(call)
 
     return Candidate(name, role, function, prepare)
@@ -155,6 +161,46 @@ def attend_sdpa(inputs: OpInputs, *, kernel: str) -> Tensor:
     """PyTorch's attention with one of its GPU kernels. Returns `[B, T, H, D]`."""
     with sdpa_kernel(SDPA_KERNELS[kernel]):
         return call_op(inputs, "sdpa")
+
+
+def with_window_mask(inputs: OpInputs) -> OpInputs:
+    """The same inputs with a mask `[1, 1, T, S]` for their window, which a model makes once for all its layers."""
+    if inputs.window is None:
+        return inputs
+    mask = visible_keys(
+        inputs.query.shape[2],
+        inputs.key.shape[2],
+        is_causal=inputs.is_causal,
+        sliding_window=inputs.window,
+        device=inputs.query.device,
+    )
+    assert mask is not None
+    return replace(inputs, window=None, is_causal=False, visible=mask[None, None])
+
+
+def prepare_flex(problem: OpProblem) -> Callable[[], Results]:
+    """PyTorch's FlexAttention, compiled. Which blocks of keys it can skip is found out before the clock starts."""
+    inputs = problem.inputs[PLAIN]
+    attend = partial(attend_flex, blocks=flex_blocks(inputs), flex=torch.compile(flex_attention))
+    return partial(evaluate, attend, inputs, backward=problem.backward)
+
+
+def attend_flex(inputs: OpInputs, *, blocks: BlockMask, flex: Callable[..., Any] = flex_attention) -> Tensor:
+    """FlexAttention over the keys of `blocks`. Returns `[B, T, H, D]`."""
+    return flex(inputs.query, inputs.key, inputs.value, block_mask=blocks, scale=inputs.scaling).transpose(1, 2)
+
+
+def flex_blocks(inputs: OpInputs) -> BlockMask:
+    """The keys that each query sees, in FlexAttention's form."""
+    queries, keys = inputs.query.shape[2], inputs.key.shape[2]
+    ahead = 0 if inputs.is_causal else keys
+    reach = keys if inputs.window is None else inputs.window - 1
+
+    def is_visible(item: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        distance = query + (keys - queries) - key
+        return (distance <= reach) & (distance >= -min(ahead, reach))
+
+    return create_block_mask(is_visible, None, None, queries, keys, device=inputs.query.device)
 
 
 def cases(shape: Shape, settings: BenchmarkSettings, *, is_causal: bool = True) -> Iterator[Case]:

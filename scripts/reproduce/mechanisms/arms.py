@@ -68,7 +68,7 @@ class Arm:
         try:
             self.config(size, vocabulary=2, length=1)
         except (StrictDataclassError, ValueError) as error:  # some checks of RCMHA raise the latter as it is
-            return last_line(error).removeprefix("ValueError: ")
+            return last_line(error)
         return None
 
 

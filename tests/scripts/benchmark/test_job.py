@@ -22,6 +22,7 @@ from dynattn.scripts.benchmark.harness import process
 from dynattn.scripts.benchmark.job import measure_to_folder
 from dynattn.scripts.benchmark.report import plots
 from dynattn.scripts.benchmark.report.tables import format_record
+from dynattn.scripts.benchmark.subjects import attention
 from dynattn.scripts.benchmark.subjects.selection import SUBJECTS
 from dynattn.scripts.common.folder_lock import FolderLock
 
@@ -68,6 +69,11 @@ def test_a_second_command_measures_only_what_the_record_lacks(
     status, record = run_benchmark(tmp_path, *options, "sdpa", "--resume")
     assert status == 0 and set(lengths) == {24}
     assert [case["shape"]["length"] for case in record["cases"]] == [16, 16, 24, 24]
+    capsys.readouterr()
+    assert run_benchmark(tmp_path, *options, "sdpa", "--resume") == (0, record)
+    assert "is complete, so nothing is measured" in capsys.readouterr().out
+    assert cli.main(["benchmark", "--output", str(tmp_path), "--rounds", "2", *options, "eager", "--resume"]) == 2
+    assert "was made with settings" in capsys.readouterr().err
     assert record["cases"][:2] == before["cases"]
     assert record["started_before"] == [before["started"]]
     lengths.clear()
@@ -158,7 +164,8 @@ def test_a_wrong_implementation_is_refused_a_ratio(
     assert status == 1
     row = row_of(record, "skewed", passes)
     assert not row["verdict"]["correct"]
-    assert row["verdict"]["excess"] > 100
+    assert (row["verdict"]["excess"] is None) if attend is makes_one_nan else row["verdict"]["excess"] > 100
+    json.dumps(record, allow_nan=False)  # other readers of JSON know no infinity
     assert not {"ratio", "tokens_per_second", "flops_per_second"} & set(row)
     assert row_of(record, "eager", passes)["ratio"] > 0
     lines = format_record(record).split(passes + ":")[1].splitlines()
@@ -211,6 +218,47 @@ def test_declining_is_no_fault_and_breaking_is(
     assert found == status
     assert row_of(record, "refuses")["failure"] == f"{error.__name__}: head_dim 8 is not supported"
     assert "not measured: refuses: " in (tmp_path / "table.md").read_text()
+
+
+def test_a_reference_that_fails_is_no_fault_of_the_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[torch.dtype] = []
+
+    def fails(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments[1])
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(attention, "reference_results", fails)
+    options = ("--subjects", "attention", "--shapes", "2x8@16", "--implementations", "eager,chunked,sdpa")
+    status, record = run_benchmark(tmp_path, *options)
+    assert status == 1
+    for case in record["cases"]:
+        assert {row["failure"] for row in case["rows"]} == {"the reference fails: OutOfMemoryError: no memory"}
+    assert len(calls) == 2 * 2, "once for each function and case"
+
+
+@pytest.mark.parametrize(
+    ("subject", "shape", "message"),
+    [
+        ("block", "3x7@16", "block cannot have the shape 3x7@16: head_dim (7) must be even"),
+        ("step", "4x32@1", "step cannot have the shape 4x32@1: max_position_embeddings (0) must be at least 1"),
+        ("prefill", "1x8@16", "prefill cannot have the shape 1x8@16: num_attention_heads (1)"),
+    ],
+)
+def test_a_shape_that_no_model_has_is_told(
+    tmp_path: Path, subject: str, shape: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["benchmark", "--output", str(tmp_path), "--subjects", subject, "--shapes", shape]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_that_measures_nothing_fails(tmp_path: Path, register: Callable[..., None]) -> None:
+    def declines(*arguments: Any, **options: Any) -> Any:
+        raise ValueError("not here")
+
+    register("modest", declines)
+    options = ("--subjects", "attention", "--shapes", "2x8@16", "--implementations")
+    assert run_benchmark(tmp_path / "alone", *options, "modest")[0] == 1
+    assert run_benchmark(tmp_path / "beside", *options, "modest,sdpa")[0] == 0
 
 
 def test_who_is_over_the_budget_is_left_out_here_and_with_more_tokens(

@@ -10,9 +10,12 @@ import torch
 from cases.benchmark import inputs_of
 
 from dynattn.modeling.ops.dcmha.triton.decode import _side
-from dynattn.scripts.benchmark.harness.inputs import COMPOSED
+from dynattn.scripts.benchmark.arguments import BenchmarkArguments
+from dynattn.scripts.benchmark.harness.inputs import COMPOSED, PLAIN
+from dynattn.scripts.benchmark.harness.settings import read_settings
+from dynattn.scripts.benchmark.harness.shapes import parse_shape
 from dynattn.scripts.benchmark.subjects.attention import OpProblem
-from dynattn.scripts.benchmark.subjects.decode import attend_step, candidates, packed, prepare_graph
+from dynattn.scripts.benchmark.subjects.decode import attend_step, candidates, cases, packed, prepare_graph
 
 
 def test_factors_are_views_that_kernels_read_in_place() -> None:
@@ -27,6 +30,16 @@ def test_factors_are_views_that_kernels_read_in_place() -> None:
             assert down is not None and gate is not None
             read = _side(down, up, gate).down
             assert read is not None and read.data_ptr() == down.data_ptr()
+
+
+def test_hidden_keys_are_no_work() -> None:
+    settings = read_settings(BenchmarkArguments(batch_size=2))
+    _, padded = cases(parse_shape("4x8@32"), settings)
+    short, _ = cases(parse_shape("4x8@24"), settings)
+    for function in (COMPOSED, PLAIN):
+        assert padded.flops(function) == short.flops(function)
+        assert padded.traffic is not None and short.traffic is not None
+        assert padded.traffic(function) == short.traffic(function)
 
 
 def test_a_graph_is_captured_on_its_device_after_a_first_call_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
