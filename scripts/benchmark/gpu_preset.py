@@ -29,7 +29,9 @@ from .gpu_tuning import compile_trials, find_constants
 from .harness.interruptions import check_device
 from .harness.process import DeviceLostError
 from .harness.tuning import TrialLog, Tuning, override_constants, read_tuning
+from .report.record import RECORD
 
+TUNING = "tuning.json"
 # No case begins after this many seconds, so that the last one ends before ten minutes are over.
 SECONDS, TUNING_SECONDS = 480.0, 170.0
 # Tokens of a batch, as in FlashAttention-2's benchmarks (arXiv 2307.08691, section 4.1): so many that the time of
@@ -124,6 +126,12 @@ def check_preset(arguments: BenchmarkArguments) -> None:
         raise UserError("--preset gpu needs a CUDA device, and none was found; without the preset, --device cpu works")
 
 
+def forget_parts(folder: Path) -> None:
+    """Removes what an earlier preset has found and measured, so that none of it passes for a part of the next one."""
+    for path in (folder / TUNING, *(folder / part.name / RECORD for part in GPU)):
+        path.unlink(missing_ok=True)
+
+
 def run_preset(
     arguments: BenchmarkArguments,
     folder: Path,
@@ -176,7 +184,7 @@ def _run_and_tune(
 
     Trials are compiled meanwhile, and no longer, because the other parts are measured after it.
     """
-    options, file = options_of(part, arguments), folder / "tuning.json"
+    options, file = options_of(part, arguments), folder / TUNING
     earlier = json.loads(file.read_text(encoding="utf-8")) if arguments.resume and file.exists() else {"trials": []}
     compiles = find is None and "best" not in earlier
     with compile_trials(options) if compiles else nullcontext() as compiling:

@@ -20,7 +20,7 @@ from ..common.errors import UserError, refusal_of
 from ..common.folder_lock import FolderLock
 from ..common.measuring import copy_rate, gemm_rate
 from .arguments import BenchmarkArguments
-from .gpu_preset import GPU, SECONDS, check_preset, run_preset
+from .gpu_preset import GPU, SECONDS, check_preset, forget_parts, run_preset
 from .harness.accuracy import LARGEST_MULTIPLE, RMS_MULTIPLE
 from .harness.comparison import OVER_BUDGET, run_case
 from .harness.interface import Candidate, Case, Subject
@@ -70,6 +70,8 @@ def run_preset_in_workers(argv: Sequence[str], arguments: BenchmarkArguments, fo
     if END not in os.environ:
         make_output(folder, folder / GPU[0].name / RECORD, arguments)
         with FolderLock(folder / LOCK):
+            if arguments.overwrite:
+                forget_parts(folder)
             return run_workers(argv, SECONDS)
     if GOES_ON in os.environ:
         arguments = replace(arguments, resume=True, overwrite=False)
@@ -93,7 +95,8 @@ def measure_to_folder(
     settings = replace(read_settings(arguments), end=end)
     selection, left_out = select(arguments, settings)
     folder.mkdir(exist_ok=True)
-    shared = {name: getattr(settings, name) for name in SHARED} | {"implementations": arguments.implementations}
+    shared = {name: getattr(settings, name) for name in SHARED}
+    shared |= {"dtype": arguments.dtype, "implementations": arguments.implementations}
     metadata = run_metadata(argv, settings.device) | {"settings": shared, "left_out": left_out}
     record = read_earlier(folder, metadata) if arguments.resume else None
     if record is None or not is_complete(record) or lacks_cases(record, selection, settings):

@@ -77,7 +77,7 @@ class Precompilation:
     """
 
     def __init__(self, trials: Sequence[Mapping[TunableConstant, Any]], calls: Sequence[Call], target: Target) -> None:
-        workers = max(1, (os.cpu_count() or 1) - SPARED_CORES)
+        workers = min(max(1, len(os.sched_getaffinity(0)) - SPARED_CORES), max(1, len(trials) * len(calls)))
         self.pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent)
         self.futures: list[Future[None]] = [
             self.pool.submit(compile_trial, dict(trial), call, target) for trial in trials for call in calls

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.atomic_file import without_nan
+
 # `output` and, after a backward pass, `grad NAME` for every input or parameter.
 Results = Mapping[str, Tensor]
 # The multiples of the reference op's own error that still count as rounding. Summing in another order reaches 4 where
@@ -45,9 +47,8 @@ class Verdict:
         return self.excess <= 1.0
 
     def as_record(self) -> dict[str, Any]:
-        """In JSON types, which have no infinity: an error of results that are not finite is None."""
-        errors = {name: value for name, value in asdict(self).items() if isinstance(value, float)}
-        return asdict(self) | {name: value if math.isfinite(value) else None for name, value in errors.items()}
+        """As JSON keeps it: an error of results that are not finite is None."""
+        return without_nan(asdict(self))
 
 
 def judge(results: Results, exact: Results, reference: Results) -> Verdict:

@@ -204,11 +204,12 @@ def reference_results(
     """The reference op's results on the same inputs in `dtype`, computed for a few queries at a time to fit in memory.
 
     With `chunks`, only the queries in these: their outputs in that order, and gradients of a loss that depends on
-    nothing else.
+    nothing else. Gradients are summed over the queries in float32 at least: how they are divided is no part of the op.
     """
     converted = inputs.map(lambda tensor: tensor.detach().to(dtype).requires_grad_(backward))
     leaves = converted.leaves()
-    sums = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()} if backward else {}
+    wide = torch.promote_types(dtype, torch.float32)
+    sums = {name: torch.zeros_like(leaf, dtype=wide) for name, leaf in leaves.items()} if backward else {}
     outputs = []
     length = converted.query.shape[2]
     if chunks is None:
@@ -222,4 +223,4 @@ def reference_results(
             gradients = torch.autograd.grad(output, list(leaves.values()), rows.cotangent)
             for name, gradient in zip(leaves, gradients, strict=True):
                 sums[name] += gradient
-    return {"output": torch.cat(outputs, dim=1), **{f"grad {name}": total for name, total in sums.items()}}
+    return {"output": torch.cat(outputs, dim=1), **{f"grad {name}": total.to(dtype) for name, total in sums.items()}}

@@ -159,6 +159,7 @@ def group_by_length(cases: Iterable[Record]) -> dict[str, list[Record]]:
     for case in sorted(cases, key=lambda case: case["shape"]["length"]):
         shape = case["shape"]
         title = f"{case['subject']}, {case['passes']}, {shape['heads']}x{shape['width']}"
+        title += f", batch {case['batch_size']}" if case["batch_size"] > 1 else ""
         title += f", window {case['window']}" if case["window"] else ""
         title += f", {case['note']}" if case.get("note") else ""
         groups.setdefault(title, []).append(case)

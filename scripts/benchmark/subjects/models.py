@@ -112,11 +112,11 @@ def training_step(model: Any, tokens: Tensor) -> Callable[[], Results]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
 
     def step() -> Results:
-        optimizer.zero_grad(set_to_none=True)
         outputs = model(input_ids=tokens, labels=tokens, use_cache=False)
         outputs.loss.backward()
         optimizer.step()
         gradients = {f"grad {name}": weight.grad for name, weight in model.named_parameters()}
+        optimizer.zero_grad(set_to_none=True)  # here, so that no gradient is in memory before the next step
         return {"output": outputs.logits[:, -COMPARED:].detach().clone(), **gradients}
 
     return step
