@@ -85,10 +85,11 @@ class CausalLMHead:
             ValueError: a request cannot be served, see `check_request` and `new_token_limit`.
         """
         if self.attends_to_paged_cache:
-            generation_config = with_defaults_of(self, generation_config)
+            complete = with_defaults_of(self, generation_config)
             for input_ids in inputs:
-                limit = new_token_limit(generation_config, len(input_ids)) if max_new_tokens is None else max_new_tokens
+                limit = new_token_limit(complete, len(input_ids)) if max_new_tokens is None else max_new_tokens
                 check_request(self.config, input_ids, limit)
+            generation_config = generation_config and complete  # without any, a manager that is kept has its own
         return super().generate_batch(  # type: ignore[misc]
             inputs, generation_config, *args, max_new_tokens=max_new_tokens, **kwargs
         )

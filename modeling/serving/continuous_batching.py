@@ -131,14 +131,14 @@ def start_batching(
     kept = getattr(model, "_cached_continuous_batching_manager", None)
     if isinstance(kept, ComposedBatchingManager):
         if is_given:
-            check_settings(generation_config, kept.continuous_batching_config)
+            check_settings(model.config.vocab_size, generation_config, kept.continuous_batching_config)
             check_joins(kept.generation_config, generation_config)
         return kept
     if generation_config.eos_token_id is None:
         generation_config.eos_token_id = -1  # what Transformers takes for "none"
     settings = continuous_batching_config or ContinuousBatchingConfig()
     check_model(model.config)
-    check_settings(generation_config, settings)
+    check_settings(model.config.vocab_size, generation_config, settings)
     hints = workload_hints or WorkloadHints()
     served: Any = ServedModel(model)
     return ComposedBatchingManager(served, generation_config, with_sizes(model, settings, hints), hints)

@@ -114,8 +114,8 @@ def with_defaults_of(model: Any, generation_config: Any) -> Any:
     return complete
 
 
-def check_settings(generation_config: Any, settings: Any) -> None:
-    """Raises ValueError for what only `generate` does, a quantized cache, and steps of a fixed shape.
+def check_settings(vocab_size: int, generation_config: Any, settings: Any) -> None:
+    """Raises ValueError for what only `generate` does, biases of no token, quantized caches, steps of fixed shape.
 
     Args:
         settings: a `ContinuousBatchingConfig`.
@@ -128,6 +128,12 @@ def check_settings(generation_config: Any, settings: Any) -> None:
             )
     biased = generation_config.sequence_bias or {}
     sequences = list(biased) if isinstance(biased, dict) else [tokens for tokens, _ in biased]
+    for tokens in sequences:
+        if not isinstance(tokens, tuple | list) or not all(0 <= token < vocab_size for token in tokens):
+            raise ValueError(
+                f"sequence_bias (logit_bias) names {tokens!r}, which is no sequence of tokens of the vocabulary of "
+                f"{vocab_size}; give {{(token,): bias}}"
+            )
     if longer := [tokens for tokens in sequences if len(tokens) > 1]:
         raise ValueError(
             f"continuous batching does not serve a sequence_bias of several tokens, such as {longer[0]}, which depends "

@@ -35,9 +35,13 @@ def check_seeds(seeds: list[int], tuning_seed: int) -> None:
 
 
 def check_rates(learning_rates: list[float]) -> None:
-    """Raises UserError unless there is at least one rate, and all are positive and finite."""
+    """Raises UserError unless there is at least one rate, all are positive and finite, and no two are told alike."""
     if not learning_rates or not all(0 < rate < math.inf for rate in learning_rates):
         raise UserError(f"learning_rates={learning_rates} must be one or more positive numbers")
+    if len({f"{rate:g}" for rate in learning_rates}) < len(learning_rates):
+        raise UserError(
+            f"learning_rates={learning_rates} must differ in their first six digits; leave repeated ones out"
+        )
 
 
 def check_seconds(max_seconds: float | None) -> None:

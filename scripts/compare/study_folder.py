@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..common.atomic_file import read_json, without_nan, write_json, write_whole
+from ..common.atomic_file import partial_path, read_json, without_nan, write_json, write_whole
 from ..common.environment import NOT_STORED, source_commit
 from ..common.errors import UserError, refusal_of
 from ..common.folder_names import make_folder, resolve_folder
@@ -24,7 +24,9 @@ def claim(output: Path, settings: Mapping[str, Any], study: str) -> None:
     """
     resolve_folder(str(output))
     marker = output / SETTINGS
-    made = [path for path in output.iterdir() if path.name != SETTINGS] if output.is_dir() else []
+    # A process that was killed here, or another one that is here now, may have the marker half written.
+    markers = (marker, partial_path(marker))
+    made = [path for path in output.iterdir() if path not in markers] if output.is_dir() else []
     if marker.exists() and made:
         stored = read_json(marker, "give another --output")
         given = json.loads(json.dumps(settings))

@@ -12,12 +12,12 @@ from ..pretrain.main import find_shipped
 from ..pretrain.options.mappings import parse_mapping
 
 # Arguments that all variants must have in common, because losses on other data or tokens cannot be compared. A streamed
-# data set holds out other documents than one that is read whole. The length of sequences, and whether documents are
-# kept apart, decide from how much of a held-out text a token is predicted.
+# data set holds out other documents than one that is read whole. The length of sequences, whether documents are
+# kept apart, and carried memory decide from how much of a held-out text a token is predicted.
 SAME = (
     *("objective", "dataset", "mixture", "dataset_config", "train_split", "validation_split", "validation_dataset"),
     *("validation_share", "text_column", "chat_column", "chat_template", "tokenizer", "vocab_size"),
-    *("streaming", "sequence_length", "mask_documents"),
+    *("streaming", "sequence_length", "mask_documents", "carry_memory"),
 )
 # The comparison sets these for each run.
 ITS_OWN = ("output", "seed", "resume", "overwrite", "dry_run")

@@ -29,7 +29,13 @@ def load_checkpoint(folder: Path) -> PreTrainedModel:
     refuse_segments(config.get("memory_type"), folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+            folder,
+            dtype=torch.float32,
+            output_loading_info=True,
+            trust_remote_code=False,
+            use_cache=True,  # the graphs take and return a cache and logits, whatever training has left here
+            output_attentions=False,
+            output_hidden_states=False,
         )
     except Exception as error:  # damaged files and bad values in them raise errors of many types
         raise UserError(f"the model in {folder} does not load: {refusal_of(error)}") from error

@@ -46,6 +46,7 @@ def inspect(arguments: InspectArguments) -> Path:
     check_free()
     model, tokenizer = load_checkpoint(arguments.model, tokenizer=arguments.tokenizer, dtype="float32", device="cpu")
     check_model(model, arguments)
+    model.config.output_attentions = False  # maps are taken from the layers, whose implementation returns none
     tokens, source = read_tokens(tokenizer, model, arguments)
     inspection = look(model, tokens, arguments.model, source)
     shown = model.config.num_hidden_layers // 2 if arguments.layer is None else arguments.layer
@@ -59,7 +60,7 @@ def look(model: PreTrainedModel, tokens: Tensor, name: str, source: str) -> Insp
     """Runs the model on `tokens` `[1, T]`, as it is and without each of its terms, and measures both."""
     started = time.perf_counter()
     layers, loss = observe(model, tokens)
-    refuse_nan(layers[-1].around("post")[1])
+    refuse_nan(torch.tensor(loss))
     record = {
         "model": name,
         "model_type": model.config.model_type,

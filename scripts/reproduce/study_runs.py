@@ -180,25 +180,38 @@ def worker_pool(workers: int) -> Iterator[ResultsOf]:
 def _as_finished(
     pool: Executor, workers: int, function: Callable[[Any], Any], items: Iterable[Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """Items and results. An item is taken when a worker is free for it, so that `items` can end at a deadline."""
-    left = iter(items)
+    """Items and results. An item is taken when a worker is free for it, so that `items` can end at a deadline.
+
+    After a failure no further item is taken; it is raised when those that are running are finished.
+    """
+    left, failures = iter(items), list[BaseException]()
     running = {pool.submit(_call, function, item): item for item in islice(left, workers)}
     while running:
         finished, _ = wait(running, return_when=FIRST_COMPLETED)
         for future in finished:
-            yield running.pop(future), future.result()
-        running |= {pool.submit(_call, function, item): item for item in islice(left, len(finished))}
+            item = running.pop(future)
+            if error := future.exception():
+                failures.append(error)
+            else:
+                yield item, future.result()
+        if not failures:
+            running |= {pool.submit(_call, function, item): item for item in islice(left, len(finished))}
+    if failures:
+        raise failures[0]
 
 
 def _call(function: Callable[[Any], Any], item: Any) -> Any:
     """Calls the function in a worker.
 
     Raises:
-        RuntimeError: the function failed. The error itself may be of a class that cannot be sent to another process,
-            which would end all workers without a word of it.
+        UserError: raised by the function.
+        RuntimeError: the function failed otherwise. The error itself may be of a class that cannot be sent to another
+            process, which would end all workers without a word of it.
     """
     try:
         return function(item)
+    except UserError:
+        raise
     except Exception as error:  # a study's function may fail with anything
         raise RuntimeError("".join(traceback.format_exception(error))) from None
 

@@ -111,7 +111,7 @@ def check_and_start_batching(engine: Any, model: Any, generation_config: Any) ->
     manager = engine._cb
     if isinstance(manager, ComposedBatchingManager):  # and not for a model of Transformers
         asked = with_defaults_of(model, generation_config)
-        check_settings(asked, manager.continuous_batching_config)
+        check_settings(model.config.vocab_size, asked, manager.continuous_batching_config)
         check_joins(manager.generation_config, asked)
 
 

@@ -94,24 +94,30 @@ def _draw_bars(axes: Axes, cells: Sequence[Mapping[str, Any]]) -> None:
     colors = [COLORS.get(cell["variant"], "tab:gray") for cell in cells]
     axes.bar(
         labels,
-        [score["mean"] for score in scores],
+        [score["mean"] or 0 for score in scores],
         yerr=[score["sd"] or 0 for score in scores],
         color=colors,
         alpha=0.7,
         capsize=4,
     )
     for place, score in enumerate(scores):
-        axes.plot([place] * len(score["values"]), score["values"], "k.", ms=4)
+        values = [value for value in score["values"] if value is not None]
+        axes.plot([place] * len(values), values, "k.", ms=4)
     _number(axes, [score["mean"] for score in scores])
     axes.tick_params(axis="x", labelsize=7)
 
 
-def _number(axes: Axes, heights: Collection[float]) -> None:
-    """Writes the heights into the bars and sets the axis limits, which are normally the same in all panels."""
-    axes.set_ylim(0, max(0.65, 1.1 * max(heights)))
+def _number(axes: Axes, heights: Collection[float | None]) -> None:
+    """Writes the heights into the bars and sets the axis limits, which are normally the same in all panels.
+
+    A height is None where a run diverged.
+    """
+    known = [height or 0 for height in heights]
+    axes.set_ylim(0, max(0.65, 1.1 * max(known)))
     for place, height in enumerate(heights):
         box = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 1}  # hatches would strike the number out
-        axes.text(place, height / 2, f"{height:.3f}", ha="center", fontsize=8, bbox=box)
+        text = "diverged" if height is None else f"{height:.3f}"
+        axes.text(place, known[place] / 2, text, ha="center", fontsize=8, bbox=box)
 
 
 def _label(cell: Mapping[str, Any]) -> str:

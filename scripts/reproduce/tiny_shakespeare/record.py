@@ -1,5 +1,6 @@
 """The record of the study: its finished runs, their comparisons, and the figures that the paper reports."""
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -133,11 +134,14 @@ def compare(runs: Mapping[Cell, Sequence[Run]], cell: Cell, than: Cell) -> dict[
 
 
 def check_order(runs: Mapping[Cell, Sequence[Run]], group: str) -> dict[str, Any] | None:
-    """Whether validation accuracy gives the paper's order of the four types; None if no seed has all four."""
+    """Whether validation accuracy gives the paper's order of the types; None if they share no seed that ended well."""
     cells = [(group, kind) for kind in TYPES]
     if any(cell not in runs for cell in cells):
         return None
-    by_type = {kind: {seed_of(run): run["validation"]["accuracy"] for run in runs[group, kind]} for _, kind in cells}
+    by_type = {
+        kind: {seed_of(run): run["validation"]["accuracy"] for run in runs[group, kind] if has_ended_well(run)}
+        for _, kind in cells
+    }
     seeds = sorted(set.intersection(*(set(scores) for scores in by_type.values())))
     if not seeds:
         return None
@@ -160,6 +164,11 @@ def check_order(runs: Mapping[Cell, Sequence[Run]], group: str) -> dict[str, Any
 
 def _best_first(accuracy: Mapping[str, float]) -> list[str]:
     return sorted(accuracy, key=lambda kind: -accuracy[kind])
+
+
+def has_ended_well(run: Mapping[str, Any]) -> bool:
+    """Whether a finished run has an accuracy; one that diverged has none."""
+    return math.isfinite(run["validation"]["accuracy"])
 
 
 def seed_of(run: Mapping[str, Any]) -> int:

@@ -212,12 +212,23 @@ def test_tokens_stream_and_generate_still_works_meanwhile() -> None:
     assert_same_tokens(model, prompt, parts[-1])
 
 
+@pytest.mark.parametrize("bias", [{(5000,): 5.0}, {(-1,): 5.0}, {5: 5.0}])
+def test_a_bias_of_no_token_is_refused_and_keeps_no_manager(bias: dict[Any, float]) -> None:
+    model, prompts = make_model(), random_prompts([11])
+    biased = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
+    biased.sequence_bias = bias
+    with pytest.raises(ValueError, match="is no sequence of tokens of the vocabulary of 97"):
+        model.generate_batch(prompts, biased, persistent_manager=True)
+    assert len(model.generate_batch(prompts, GREEDY, ContinuousBatchingConfig(**SETTINGS))) == 1
+
+
 def test_a_persistent_manager_serves_again_and_then_goes() -> None:
     model, prompts = make_model(), random_prompts([11, 6])
     for _ in range(2):
         outputs = model.generate_batch(prompts, GREEDY, ContinuousBatchingConfig(**SETTINGS), persistent_manager=True)
         for prompt, output in zip(prompts, outputs.values(), strict=True):
             assert_same_tokens(model, prompt, output.generated_tokens)
+    assert len(model.generate_batch(prompts, max_new_tokens=2)) == 2, "by the settings of the manager that is kept"
     manager = model._cached_continuous_batching_manager
     assert model.init_continuous_batching() is manager
     sampled = GenerationConfig(max_new_tokens=4, do_sample=True, num_return_sequences=2, pad_token_id=0)

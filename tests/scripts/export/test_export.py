@@ -131,6 +131,13 @@ def test_every_format_generates_what_pytorch_generates(target: str, family: str,
     assert export(target, tmp_path / "model", tmp_path / "graphs") == 0
 
 
+@pytest.mark.slow
+def test_settings_that_training_may_leave_do_not_keep_it_from_export(checkpoint: Path, tmp_path: Path) -> None:
+    trained = Path(shutil.copytree(checkpoint, tmp_path / "trained"))
+    edit_config(trained, use_cache=False, output_attentions=True)
+    assert export("torch", trained, tmp_path / "exported", "--tokens", 2) == 0
+
+
 def test_the_implementation_comes_back() -> None:
     model = make_model(**ONE_LAYER)
     with pytest.raises(RuntimeError), exportable_attention(model):

@@ -202,3 +202,14 @@ def test_a_model_without_composition_is_refused(tmp_path: Path, capsys: pytest.C
     save_tokenizer(tmp_path / "plain")
     assert main(["inspect", str(tmp_path / "plain"), "--output", str(tmp_path / "seen")]) == 2
     assert "(dcformer) composes no heads" in capsys.readouterr().err
+
+
+def test_settings_that_training_may_leave_change_nothing(tmp_path: Path) -> None:
+    model = make_model(vocab_size=300)
+    model.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    config |= {"use_cache": False, "output_attentions": True}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    arguments = ["inspect", str(tmp_path / "model"), "--text", "heads are composed", "--output", str(tmp_path / "page")]
+    assert main(arguments) == 0

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from dynattn import DCFormerConfig
-from dynattn.scripts.common.errors import StoppedError
+from dynattn.scripts.common.errors import StoppedError, UserError
+from dynattn.scripts.common.number_ranges import check_rates
 from dynattn.scripts.reproduce.quickstart import run_once
 from dynattn.scripts.reproduce.study_runs import worker_pool
 
@@ -44,6 +45,15 @@ def test_processes_of_a_study_end_with_it():
         next(iter(waiting))
     assert time.monotonic() - started < 300
     assert not active_children()
+
+
+@pytest.mark.slow
+def test_runs_beside_one_that_fails_are_kept():
+    kept: list[tuple[list[float], None]] = []
+    with pytest.raises(UserError, match="must be one or more positive numbers"), worker_pool(2) as results_of:
+        for found in results_of(check_rates, [[0.0], [0.1]]):
+            kept.append(found)
+    assert kept == [([0.1], None)]
 
 
 @pytest.mark.slow

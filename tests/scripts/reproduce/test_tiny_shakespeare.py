@@ -353,14 +353,18 @@ def test_table_and_plots_come_from_the_files_of_finished_runs(tmp_path: Path, ca
 
 
 def test_runs_that_diverged_are_told(tmp_path: Path):
-    results = runs_of("sensible", {"mha": [0.5, 0.52], "mdha": [0.6, 0.61]})
-    results["sensible", "mdha"][1]["validation"] = {"accuracy": 0.1, "bits_per_character": math.nan, "tokens": 1000}
+    results = runs_of("sensible", {"mha": [0.5, 0.52], "mdha": [0.6, 0.61], "rmha": [0.4, 0.41], "rcmha": [0.7, 0.71]})
+    results["sensible", "mdha"][1]["validation"] = {
+        "accuracy": math.nan,
+        "bits_per_character": math.nan,
+        "tokens": 1000,
+    }
     for runs in results.values():
         write_runs(tmp_path, *runs)
     assert cli.main(["reproduce", "tiny-shakespeare", "--output", str(tmp_path), "--report_only"]) == 0
     text = (tmp_path / "table.md").read_text(encoding="utf-8")
     assert "| diverged on seed 1 | 3.3950 ± 0.0071 |" in text
-    assert "| diverged on seed 1 |  |  |" in text
+    assert json.loads((tmp_path / "record.json").read_text())["orders"][0]["seeds"] == [0]
     assert "NaN" not in (tmp_path / "record.json").read_text()
 
 
