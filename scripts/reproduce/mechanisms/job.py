@@ -31,6 +31,8 @@ def run_study(arguments: MechanismsArguments) -> str:
         UserError: a task or an arm does not exist, the folder holds another study, or no measured run is finished.
     """
     study = Study(arguments)
+    if study.runs.folder.exists() or not arguments.redraw:  # a record without its runs can be drawn as well
+        study.claim()
     missing = 0 if arguments.redraw else study.train()
     rest = f"\n{missing} runs are left; the same command goes on with them" if missing else ""
     return f"{study.report()}{rest}"
@@ -61,13 +63,16 @@ class Study:
             partial(definition, preset=self.preset),
         )
 
+    def claim(self) -> None:
+        """Reserves the folder; raises UserError if it holds runs of another preset or length, or something else."""
+        shared = {"preset": self.arguments.preset, **asdict(replace(self.preset, tasks={}))}
+        claim(self.output, shared, "study of mechanisms")
+
     def train(self) -> int:
         """Makes the runs that are missing; returns how many are left.
 
         The arms of the question come first, and of both groups those runs that learning rates are chosen by.
         """
-        shared = {"preset": self.arguments.preset, **asdict(replace(self.preset, tasks={}))}
-        claim(self.output, shared, "study of mechanisms")
         for (arm, heads), reason in self.refused.items():
             print(f"{arm} is left out with {heads} heads: {reason}", flush=True)
         groups = [[cell for cell in self.cells if (cell[1] in FIRST) is first] for first in (True, False)]

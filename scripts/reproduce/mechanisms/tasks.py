@@ -76,8 +76,8 @@ class Recall:
 class TwoHops:
     """Recall in two steps: the two-hop case of k-hop induction (Sanford et al., arXiv 2402.09268).
 
-    Pairs state a random map of `symbols` onto themselves; then each symbol asks for the image of its image. The symbols
-    of a question and the pair that answers it never stand together.
+    Pairs state a random map of `symbols` onto themselves; then each symbol asks for the image of its image. In a cycle
+    of one or two symbols the answer is the symbol itself: with 5 symbols for 2 of 5 questions.
     """
 
     symbols: int

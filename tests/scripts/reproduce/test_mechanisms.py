@@ -18,8 +18,10 @@ from torch import Generator, Tensor
 from dynattn.scripts import cli
 from dynattn.scripts.evaluate.synthetic import PEOPLE
 from dynattn.scripts.reproduce.mechanisms import figures, training
+from dynattn.scripts.reproduce.mechanisms.arguments import MechanismsArguments
 from dynattn.scripts.reproduce.mechanisms.arms import ARMS, Size
 from dynattn.scripts.reproduce.mechanisms.in_context import IN_CONTEXT, questions
+from dynattn.scripts.reproduce.mechanisms.job import Study
 from dynattn.scripts.reproduce.mechanisms.log_rank import log_rank
 from dynattn.scripts.reproduce.mechanisms.plan import PRESETS, Preset, Run
 from dynattn.scripts.reproduce.mechanisms.record import make_record
@@ -290,6 +292,15 @@ def test_a_record_without_its_runs_gets_its_tests_anew(tmp_path: Path, capsys: p
     assert cli.main(["reproduce", "mechanisms", "--output", str(tmp_path), "--redraw"]) == 0
     assert json.loads((tmp_path / "record.json").read_text()) == record
     assert "| 0.0079 |" in capsys.readouterr().out
+
+
+def test_runs_of_another_length_are_not_drawn_as_if_they_were_of_this_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    Study(MechanismsArguments(output=str(tmp_path / "quick"), quick=True)).claim()
+    (tmp_path / "quick/runs").mkdir()
+    assert cli.main(["reproduce", "mechanisms", "--output", str(tmp_path / "quick"), "--redraw"]) == 2
+    assert "holds a study with other steps (100 there, 2000 now)" in capsys.readouterr().err
 
 
 def test_an_arm_has_one_color_in_all_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
