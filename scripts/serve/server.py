@@ -28,7 +28,7 @@ from dynattn.modeling.serving.requirements import (
 
 from ..common.checkpoint_files import check_has_config
 from ..common.checkpoint_loading import check_place
-from ..common.errors import UserError
+from ..common.errors import UserError, first_line
 from ..common.offline import offline_if_unreachable
 
 build_server = server.build_server
@@ -95,6 +95,8 @@ def build_telling_server(ends: ExitStack, *args: Any, **kwargs: Any) -> FastAPI:
     application.add_exception_handler(TypeError, lambda _, error: refusal(400, f"the request is malformed: {error}"))
     # What a chat template refuses, such as a role that it does not know.
     application.add_exception_handler(TemplateError, lambda _, error: refusal(400, f"the chat template: {error}"))
+    # A model that is neither the one that is served nor in the Hub's cache, where there is no network.
+    application.add_exception_handler(OSError, lambda _, error: refusal(404, first_line(error)))
     application.add_exception_handler(HTTPException, lambda _, error: refusal(error.status_code, error.detail))
     return application
 
@@ -107,6 +109,9 @@ def check_and_start_batching(engine: Any, model: Any, generation_config: Any) ->
     Raises:
         ValueError: a request asks for something that is not served, or for other settings than the first one.
     """
+    if isinstance(biased := generation_config.sequence_bias, dict):
+        # Clients write whole numbers, too, which Transformers refuses.
+        generation_config.sequence_bias = {tokens: float(bias) for tokens, bias in biased.items()}
     start_batching(engine, model, generation_config)
     manager = engine._cb
     if isinstance(manager, ComposedBatchingManager):  # and not for a model of Transformers

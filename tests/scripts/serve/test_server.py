@@ -100,6 +100,14 @@ def test_a_request_that_does_not_fit_is_told_why_and_the_server_goes_on(
 
 
 @pytest.mark.slow
+def test_another_model_is_not_found(port: int, tmp_path: Path) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask(port, str(tmp_path / "other"), "hello")
+    assert refused.value.code == 404
+    assert json.loads(refused.value.read())["error"]["message"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("messages", [None, "hello"])
 def test_a_malformed_request_is_told_so(port: int, composed: tuple[PreTrainedModel, str], messages: str | None) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
@@ -115,7 +123,8 @@ def test_a_malformed_request_is_told_so(port: int, composed: tuple[PreTrainedMod
         ({"stop": ["a"]}, "continuous batching does not serve stop_strings=['a']"),
         ({"frequency_penalty": 0.5}, "continuous batching does not serve repetition_penalty=1.5"),
         ({"generation_config": '{"guidance_scale": 1.5}'}, "continuous batching does not serve guidance_scale=1.5"),
-        ({"logit_bias": {"5": 1.0}}, "asks for sequence_bias={(5,): 1.0}, and all requests"),
+        ({"logit_bias": {"5": 1}}, "asks for sequence_bias={(5,): 1.0}, and all requests"),
+        ({"logit_bias": {"5000": 1.0}}, "which is no sequence of tokens of the vocabulary"),
         ({"messages": [{"role": "nobody", "content": "hello"}]}, "the chat template: nobody speaks"),
     ],
 )
