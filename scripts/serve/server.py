@@ -95,8 +95,10 @@ def build_telling_server(ends: ExitStack, *args: Any, **kwargs: Any) -> FastAPI:
     application.add_exception_handler(TypeError, lambda _, error: refusal(400, f"the request is malformed: {error}"))
     # What a chat template refuses, such as a role that it does not know.
     application.add_exception_handler(TemplateError, lambda _, error: refusal(400, f"the chat template: {error}"))
-    # A model that is neither the one that is served nor in the Hub's cache, where there is no network.
-    application.add_exception_handler(OSError, lambda _, error: refusal(404, first_line(error)))
+    # Transformers' words, without a number of the system's, for a model that is not there; others are faults of a disk.
+    application.add_exception_handler(
+        OSError, lambda _, error: refusal(404 if error.errno is None else 500, first_line(error))
+    )
     application.add_exception_handler(HTTPException, lambda _, error: refusal(error.status_code, error.detail))
     return application
 

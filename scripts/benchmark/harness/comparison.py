@@ -88,17 +88,7 @@ def run_case(
             except Exception as error:  # compilers and kernels raise exceptions of any type
                 row["failure"] = describe(error)
                 check_device(settings.device, row["failure"])
-        while calls:
-            begin(None)
-            try:
-                time_rounds(calls, rows, references, case, settings)
-                break
-            except CandidateError as error:
-                name, failure = error.args
-                rows[name]["failure"] = failure
-                del calls[name], rows[name]["verdict"]
-                begin(name)
-                check_device(settings.device, failure)
+        time_who_remains(calls, rows, references, case, settings, begin)
     finished = list(rows.values())
     add_ratios(finished)
     return finished
@@ -122,6 +112,32 @@ def qualify(call: Call, row: Row, references: References, settings: BenchmarkSet
     row["peak_bytes"] = peak_memory(lambda: results.append(call()), settings.device)
     row["verdict"] = judge(results.pop(), *references(row["function"]))
     return call
+
+
+def time_who_remains(
+    calls: dict[str, Call],
+    rows: Mapping[str, Row],
+    references: References,
+    case: Case,
+    settings: BenchmarkSettings,
+    begin: Callable[[str | None], None],
+) -> None:
+    """Times all candidates, and after a failure of one of them all others again; the arguments are those of `run_case`.
+
+    Raises:
+        DeviceLostError: a candidate fails, and after it the device fails every call.
+    """
+    while calls:
+        begin(None)
+        try:
+            time_rounds(calls, rows, references, case, settings)
+            break
+        except CandidateError as error:
+            name, failure = error.args
+            rows[name]["failure"] = failure
+            del calls[name], rows[name]["verdict"]
+            begin(name)
+            check_device(settings.device, failure)
 
 
 def time_rounds(
