@@ -1,6 +1,9 @@
 """Caches that keep a layer on the host, and bring it back to the device before its turn."""
 
+from typing import Any
+
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 
@@ -13,3 +16,13 @@ def await_prefetch(cache: Cache | None, device: torch.device) -> None:
     """
     if device.type == "cuda" and cache is not None and getattr(cache, "offloading", False):
         torch.cuda.default_stream(device).wait_stream(cache.prefetch_stream)
+
+
+def read_layer(cache: Cache, index: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The keys and values `[B, H_kv, S, D]` of a layer on `device`, without an update.
+
+    An offloading cache brings a layer back only when it updates it, which a cache of a source does once.
+    """
+    await_prefetch(cache, device)
+    layer: Any = cache.layers[index]
+    return layer.keys.to(device), layer.values.to(device)

@@ -87,9 +87,11 @@ class ComposedDecoderBody(DecoderBody):
         arguments: dict[str, dict[str, Any]] = {}
         for layer_type, layer in first_of_type.items():
             offset = first_query_offset(cache, layer, length) if self.config.has_distance_tables else None
+            table = tables[layer_type]
             arguments[layer_type] = shared | {
                 "position_embeddings": self._rotations(layer_type, inputs),
-                "tables": tables[layer_type]._replace(offset=offset),
+                # PyTorch 2.11 cannot compile `_replace` where a graph ends at the return of this method.
+                "tables": DistanceTables(table.bias, table.gain, offset, table.compose_bias),
             }
             if self.config.scheme_of(layer_type) == "carope":
                 arguments[layer_type]["token_mask"] = new_token_mask(given.attention_mask, cache, length)

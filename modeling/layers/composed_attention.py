@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..caches.names import layers_write_paged_cache
-from ..caches.offloading import await_prefetch
+from ..caches.offloading import await_prefetch, read_layer
 from ..ops.dcmha.composition import Composition
 from ..ops.dtypes import at_least_float32
 from ..ops.modes import autocast
@@ -204,10 +204,10 @@ class ComposedAttention(nn.Module):
         """
         cache = None if past_key_values is None else past_key_values.cross_attention_cache
         if past_key_values is not None and cache is not None and past_key_values.is_updated.get(self.layer_idx):
-            layer: Any = cache.layers[self.layer_idx]
-            key, value = layer.keys, layer.values
+            key, value = read_layer(cache, self.layer_idx, source.device)
             if self.key_composition is not None:
-                factors = factors | {"key": layer.factors.keys}
+                layer: Any = cache.layers[self.layer_idx]
+                factors = factors | {"key": layer.factors.keys.to(source.device)}
         else:
             if self.key_composition is not None:
                 factors = factors | self.key_composition(source)

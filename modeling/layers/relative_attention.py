@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ...configuration.relative_config import RelativeConfig
-from ..caches.offloading import await_prefetch
+from ..caches.offloading import await_prefetch, read_layer
 from ..ops.dtypes import at_least_float32
 from ..ops.relative.attention import RELATIVE_IMPLEMENTATIONS, resolve_relative
 from ..positions.rotary import rotate
@@ -208,8 +208,7 @@ class RCMHACrossAttention(ConvolvedHeads):
             return self.project("k", source, source_mask), self.project("v", source, source_mask)
         cache, length = past_key_values.cross_attention_cache, source.shape[1]
         if past_key_values.is_updated.get(self.layer_idx):
-            layer: Any = cache.layers[self.layer_idx]
-            key, value = layer.keys, layer.values
+            key, value = read_layer(cache, self.layer_idx, source.device)
         else:
             key, value = self.project("k", source, source_mask), self.project("v", source, source_mask)
             key, value = cache.update(key, value, self.layer_idx)

@@ -44,7 +44,7 @@ OURS = ["triton", "chunked"]
 FUSED_PLAIN = ["sdpa", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"]
 WINDOWED_PLAIN = ["flex", "sdpa", "sdpa-efficient", "sdpa-cudnn"]  # PyTorch's FlashAttention takes no window
 OFFICIAL = ["official", "official-compiled"]
-DECODING = ["triton-graph", "triton", "chunked", "chunked-compiled", "sdpa-graph", "sdpa", "matmul", "official"]
+DECODING = ["triton-graph", "triton", "chunked", "sdpa-graph", "sdpa", "official"]
 
 
 @dataclass(frozen=True)
@@ -75,21 +75,6 @@ GPU = (
         for length in (2048, 4096, 8192)
     ),
     PresetPart(
-        "decode-1",
-        {"subjects": ["decode"], "shapes": ["16x64@2048", "32x128@2048", "32x128@8192"]}
-        | {"implementations": DECODING},
-    ),
-    PresetPart(
-        "decode-16",
-        {"subjects": ["decode"], "shapes": ["16x64@2048", "32x128@2048", "32x128@8192"], "batch_size": 16}
-        | {"implementations": DECODING},
-    ),
-    PresetPart(
-        "window",
-        {"subjects": ["attention"], "shapes": ["16x64@4096", "32x128@4096"], "window": 256}
-        | {"implementations": ["triton", "triton-plain", *WINDOWED_PLAIN], "batch_size": TOKENS // 4096},
-    ),
-    PresetPart(
         "training-405m",
         {"subjects": ["training"], "shapes": ["16x64@2048"], "batch_size": 8, "layers": 24, "vocabulary": 50256}
         | {"implementations": ["triton", "sdpa"], "rounds": 5},
@@ -98,6 +83,21 @@ GPU = (
         "official",
         {"subjects": ["attention"], "shapes": ["16x64@2048", "32x128@2048", "16x64@4096", "32x128@4096"]}
         | {"implementations": ["triton", "sdpa-flash", "flex", *OFFICIAL], "batch_size": 2},
+    ),
+    PresetPart(
+        "window",
+        {"subjects": ["attention"], "shapes": ["16x64@4096", "32x128@4096"], "window": 256}
+        | {"implementations": ["triton", "triton-plain", *WINDOWED_PLAIN], "batch_size": TOKENS // 4096},
+    ),
+    PresetPart(
+        "decode-1",
+        {"subjects": ["decode"], "shapes": ["16x64@2048", "32x128@2048", "32x128@8192"]}
+        | {"implementations": DECODING},
+    ),
+    PresetPart(
+        "decode-16",
+        {"subjects": ["decode"], "shapes": ["16x64@2048", "32x128@2048", "32x128@8192"], "batch_size": 16}
+        | {"implementations": DECODING},
     ),
     PresetPart(
         "training-405m-4096",

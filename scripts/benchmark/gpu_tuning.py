@@ -29,23 +29,14 @@ TUNED_SHAPES = (("16x64@4096", None), ("32x128@2048", None), ("16x64@4096", 256)
 TUNED_CANDIDATE, TUNED_BATCH, TRIAL_SAMPLES = "triton", 4, 5
 # (queries, keys, warps) of a tile; (queries, keys, warps, pipeline stages) in the kernels that hold all heads.
 TILES = tuple((queries, keys, warps) for queries in (8, 16, 32) for keys in (32, 64, 128) for warps in (4, 8))
-FORWARD_TILES = (
-    (8, 32, 4, 1),
-    (8, 32, 4, 2),
-    (16, 32, 8, 1),
-    (16, 16, 4, 1),
-    (8, 16, 4, 1),
-    (8, 32, 8, 1),
-    (8, 64, 8, 1),
-)
-BACKWARD_TILES = ((16, 32, 8, 1), (16, 32, 8, 2), (16, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 2))
+MATRIX_TILES = ((4, 16, 4, 3), (4, 32, 4, 3), (8, 16, 8, 3), (8, 16, 4, 3), (4, 16, 4, 4))
 
 # Which kernels serve: with this value the head-by-head kernels, for any number of heads; and whether a forward pass on
 # the tensor cores is fused.
 FAMILY = TunableConstant("FEWEST_HEADS", (kernel_tuning.MOST_HEADS + 1,))
 FUSED = TunableConstant("FUSES_FORWARD", (True,))
 TILING = (
-    TunableConstant("LARGEST_MAP", (1 << 24, 1 << 25, 1 << 27)),
+    TunableConstant("LARGEST_MAP", (1 << 26, 1 << 28)),
     TunableConstant("ROWS", (64, 256, 512)),
     TunableConstant("BLOCK", (32, 128)),
     TunableConstant("WINDOW_TILE", ((64, 64, 4), (64, 64, 8), (64, 32, 4), (32, 64, 4))),
@@ -53,9 +44,9 @@ TILING = (
 HEAD_BY_HEAD_CONSTANTS = (*TILING, *(TunableConstant("TILES", TILES, name) for name in kernel_tuning.TILES))
 TENSOR_CORE_CONSTANTS = (
     *TILING,
-    TunableConstant("TURNS", (4, 16)),
+    TunableConstant("TURNS", (8, 16, 64)),
     *(
-        TunableConstant(constant, BACKWARD_TILES if "backward" in name else FORWARD_TILES, name)
+        TunableConstant(constant, MATRIX_TILES, name)
         for name in kernel_tuning.MATRIX_TILES_16
         for constant in ("MATRIX_TILES_16", "MATRIX_TILES_32")
     ),

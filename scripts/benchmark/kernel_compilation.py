@@ -16,9 +16,8 @@ from triton.backends.compiler import GPUTarget
 from dynattn.modeling.ops.dcmha.triton.arguments import (
     ColumnTables,
     Factors,
-    Matrices,
+    Mixing,
     Sizes,
-    StageTerms,
     Statics,
     TermGradients,
     Visibility,
@@ -192,19 +191,17 @@ def _compile_tensor_cores(configuration: TensorCoreConfiguration, capability: in
     heads, padded, turns = configuration.heads, configuration.padded, most_turns()
     masks = _masks(configuration.has_mask, configuration.is_window)
     tables = _tables(configuration, has_static=False)
-    common = (_matrices(configuration.sides), SIZES, masks, tables)
-    constants = {"heads": heads, "padded": padded, "turns": turns, "count": TERMS}
-    has_biases = configuration.has_bias and configuration.has_mask
-    memory = SHARED_MEMORY[capability]
-    tiles = matrix_tiles_for(padded, memory, has_biases=has_biases, has_gain=configuration.has_gain)
+    common = (_mixing(configuration.sides, configuration.dtype_of_terms), SIZES, masks, tables)
+    key_counts = tuple(TERMS if side else 0 for side in configuration.sides[1::2])
+    constants = {"heads": heads, "padded": padded, "turns": turns, "count": TERMS, "key_counts": key_counts}
+    tiles = matrix_tiles_for(padded)
     compiled = {}
     for name, own in TENSOR_CORES.items():
         block_t, block_s, warps, stages = tiles[name]
         has_query, has_key = configuration.sides[2:] if name.endswith("post") else configuration.sides[:2]
         given = _stage_arguments(configuration, has_query=has_query, has_key=has_key)
         kinds = (*(given.get(kind, f"*{kind}") for kind in own), *common)
-        tile = constants | {"block_t": block_t, "block_s": block_s, "loads_ahead": stages > 1}
-        tile |= {"query_count": TERMS if has_query else 0, "key_count": TERMS if has_key else 0}
+        tile = constants | {"block_t": block_t, "block_s": block_s, "query_count": TERMS if has_query else 0}
         unaligned = {(len(own) + 2,), *_columns_of(len(own) + 3)}
         kernel = compile_kernel(name, kinds, tile, capability, unaligned, num_warps=warps, num_stages=stages)
         traffic = tensor_core_traffic(configuration, name, block_t, block_s, turns)
@@ -215,10 +212,12 @@ def _compile_tensor_cores(configuration: TensorCoreConfiguration, capability: in
     return compiled | {name: Compiled(kernel)}
 
 
-def _matrices(sides: tuple[bool, ...]) -> Matrices:
-    """Kinds of the matrices of these sides."""
-    kinds: Any = ("*fp16" if side else "none" for side in sides)
-    return Matrices(*kinds)
+def _mixing(sides: tuple[bool, ...], dtype_of_terms: str) -> Mixing:
+    """Kinds of the matrices and of the terms of these sides."""
+    kinds: Any = (
+        kind if side else "none" for side, kind in zip(sides, ("*fp16", f"*{dtype_of_terms}") * 2, strict=True)
+    )
+    return Mixing(*kinds)
 
 
 def _masks(has_mask: bool, is_window: bool) -> Any:
@@ -233,17 +232,18 @@ def _stage_arguments(configuration: TensorCoreConfiguration, *, has_query: bool,
     partial = ("*bf16" if dtype == "bf16" else "*fp32", "*fp32", "*fp32")
     is_there = (*sides, configuration.has_static)
     gradients: Any = (kind if is_given else "none" for kind, is_given in zip(partial, is_there, strict=True))
-    terms: Any = (f"*{configuration.dtype_of_terms}" if side else "none" for side in sides)
-    return {"partial": TermGradients(*gradients), "terms": StageTerms(*terms), "map": f"*{dtype}"}
+    terms = f"*{configuration.dtype_of_terms}" if has_query else "none"
+    return {"partial": TermGradients(*gradients), "terms": terms, "map": f"*{dtype}"}
 
 
 def _compile_fused(configuration: FusedConfiguration, capability: int) -> dict[str, Compiled]:
     heads, width, dtype, share, sides, has_mask = configuration
-    constants = {"heads": heads, "share": share, "width": width, "padded": FUSED_HEADS}
+    key_counts = tuple(TERMS if side else 0 for side in sides[1::2])
+    constants = {"heads": heads, "share": share, "width": width, "padded": FUSED_HEADS, "key_counts": key_counts}
     compiled = {}
     for name, (block_t, block_s, warps, stages) in fused_tiles_for(capability).items():
         rows = 4 if name == "dcmha_fused_output" else 2  # query, key, value and output, or query and key
-        kinds = (*(f"*{dtype}",) * rows, "*fp32", _matrices(sides), *(STRIDES,) * rows, SIZES)
+        kinds = (*(f"*{dtype}",) * rows, "*fp32", _mixing(sides, dtype), *(STRIDES,) * rows, SIZES)
         tile = constants | {"block_t": block_t, "block_s": block_s}
         arguments = (*kinds, _masks(has_mask, is_window=False), "fp32")
         kernel = compile_kernel(name, arguments, tile, capability, {(len(kinds),)}, num_warps=warps, num_stages=stages)

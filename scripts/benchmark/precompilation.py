@@ -17,7 +17,6 @@ from torch import Tensor
 
 from dynattn.modeling.ops.dcmha.triton import fused, passes, tuning, workspace
 from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
-from dynattn.modeling.ops.dcmha.triton.composers import tensor_cores
 
 from .harness.inputs import RANK
 from .harness.overrides import override_attributes
@@ -111,7 +110,6 @@ def compile_trial(trial: Mapping[TunableConstant, Any], call: Call, target: Targ
         override_attributes(workspace, {"load_kernels": lambda device: kernels}),
         override_attributes(fused, {"capability_of": lambda device: target.capability}),
         override_attributes(passes, {"shared_memory_of": lambda device: target.shared_memory}),
-        override_attributes(tensor_cores, {"shared_memory_of": lambda device: target.shared_memory}),
         torch.no_grad(),
     ):
         inputs, settings = _inputs(call)

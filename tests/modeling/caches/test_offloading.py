@@ -29,6 +29,7 @@ MODELS = {
     "carope": lambda: make_model(position_scheme="carope"),
     "rcmha": make_rcmha,
     "rcmha_seq2seq": lambda: make_seq2seq("rcmha"),
+    "dcbart": lambda: make_seq2seq("dcbart"),
 }
 
 

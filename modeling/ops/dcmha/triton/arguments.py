@@ -107,24 +107,17 @@ def unspecialized(number: int) -> int:
     return 4 * number + 2
 
 
-class Matrices(NamedTuple):
-    """A matrix [out, in] that mixes the heads, for each position of a chunk; None where a side has no terms.
+class Mixing(NamedTuple):
+    """How a chunk's heads are mixed: by a matrix [in, out] of each query, and by packed terms of each key.
 
-    Heads are padded with zeros to `padded`, 16 or 32. The queries' matrices of a stage include the identity and the
-    static matrix. If a stage has matrices of keys alone, those include the identity.
+    None where a side has no terms. Matrices are padded with zeros to `padded` heads, 16 or 32, and include the identity
+    and the static matrix; a stage with a static matrix has matrices of queries in any case.
     """
 
     pre_query: Tensor | None  # [items, c of T, padded, padded]
-    pre_key: Tensor | None  # [items, n of S, padded, padded]
+    pre_key: Tensor | None  # [items, n of S, terms, H]
     post_query: Tensor | None  # [items, c of T, padded, padded]
-    post_key: Tensor | None  # [items, n of S, padded, padded]
-
-
-class StageTerms(NamedTuple):
-    """The packed terms of one stage of a chunk; None where a side has none."""
-
-    query: Tensor | None  # [items, c of T, terms, H]
-    key: Tensor | None  # [items, n of S, terms, H]
+    post_key: Tensor | None  # [items, n of S, terms, H]
 
 
 class TermGradients(NamedTuple):

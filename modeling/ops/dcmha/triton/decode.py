@@ -18,7 +18,7 @@ from .kernels.registry import load_kernels
 from .matmuls import with_contiguous_rows
 
 # How many programs a launch should have at least: splits times items.
-PROGRAMS = 264
+PROGRAMS = 528
 # How many keys a block has: the largest of these numbers that gives `PROGRAMS` programs, within two limits. A tile of
 # all heads has at most `LARGEST_TILE` elements, because it is in registers; half as many over pages, where the address
 # of each factor takes registers too. The keys of a block have at most `LARGEST_KEYS` bytes, because shared memory holds
@@ -27,6 +27,8 @@ BLOCKS = (64, 32, 16)
 LARGEST_TILE = 2048
 LARGEST_KEYS = 16384
 WARPS, PIPELINE_STAGES = 4, 4
+# Channels of a program that sums the outputs of splits: few, since heads alone are too few programs for a device.
+SUMMED_CHANNELS = 16
 
 
 class DecodeSide(NamedTuple):
@@ -216,8 +218,9 @@ def launch(
         scores, partial_lse, value, partial, stages[1], pages, sizes, value_strides, tables, **post
     )
     if splits > 1:
-        kernels["dcmha_decode_sum"][batch, heads](
-            partial, output, splits, heads, width, sides["block_d"], num_warps=WARPS
+        block_d = min(sides["block_d"], SUMMED_CHANNELS)
+        kernels["dcmha_decode_sum"][batch, heads, -(-width // block_d)](
+            partial, output, splits, heads, width, block_d, num_warps=WARPS
         )
     return output
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arguments import TABLES, MapChunk, MapInputs, MapSettings, Matrices
+from .arguments import TABLES, MapChunk, MapInputs, MapSettings, Mixing
 from .devices import capability_of
 from .matmuls import row_strides, with_contiguous_rows
-from .matrices import filled_up, make_matrices, padded_terms
+from .matrices import filled_up, key_counts, make_mixing, padded_terms
 from .tiling import whole_tiling
 from .tuning import fused_tiles_for, fuses_forward
 from .workspace import Workspace
@@ -34,14 +34,14 @@ def attend_fused(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tens
     tiles = fused_tiles_for(capability_of(inputs.query.device))
     queries, keys, *_ = map(max, zip(*tiles.values(), strict=True))
     work = Workspace(inputs, settings, (), (queries, keys), whole_tiling)
-    matrices = make_matrices(work, inputs, padded_terms(work, inputs))
+    mixing = make_mixing(work, inputs, padded_terms(work, inputs))
     batch, heads, length, width = inputs.query.shape
     output = inputs.value.new_zeros(batch, length, heads, width)
     lse = torch.zeros(batch, heads, work.queries, dtype=torch.float32, device=work.device)
     query, key, value = map(with_contiguous_rows, (inputs.query, inputs.key, inputs.value))
     for chunk in work.chunks():
         *rows, own_lse = (part[chunk.items] for part in (query, key, value, output.transpose(1, 2), lse))
-        own = Matrices(*(None if part is None else part[chunk.items] for part in matrices))
+        own = Mixing(*(None if part is None else part[chunk.items] for part in mixing))
         _launch(work, "dcmha_fused_statistics", tiles, chunk, own, rows[:2], own_lse)
         _launch(work, "dcmha_fused_output", tiles, chunk, own, rows, own_lse)
     return output, lse[..., :length].contiguous()
@@ -52,7 +52,7 @@ def _launch(
     name: str,
     tiles: dict[str, tuple[int, int, int, int]],
     chunk: MapChunk,
-    matrices: Matrices,
+    mixing: Mixing,
     rows: Sequence[Tensor],
     lse: Tensor,
 ) -> None:
@@ -62,7 +62,7 @@ def _launch(
     work.kernels[name][chunk.sizes.queries // block_t, chunk.counts[0]](
         *rows,
         lse,
-        matrices,
+        mixing,
         *map(row_strides, rows),
         chunk.sizes,
         chunk.where,
@@ -73,6 +73,7 @@ def _launch(
         padded=filled_up(work.heads),
         block_t=block_t,
         block_s=block_s,
+        key_counts=key_counts(mixing),
         num_warps=warps,
         num_stages=stages,
     )

@@ -57,7 +57,8 @@ class CublasMatmuls(Matmuls):
 
     def __init__(self, work: Workspace, inputs: MapInputs, grad_output: Tensor | None = None) -> None:
         self.work, self.kv_heads, width = work, inputs.key.shape[1], inputs.query.shape[3]
-        self.query = padded(inputs.query, 2, work.queries)
+        # Rows that are contiguous by head need no copy in each chunk.
+        self.query = padded(inputs.query, 2, work.queries).contiguous()
         self.key, self.value = (
             padded(rows, 2, work.keys).contiguous().flatten(0, 1) for rows in (inputs.key, inputs.value)
         )
@@ -65,7 +66,7 @@ class CublasMatmuls(Matmuls):
         if grad_output is None:
             self.output = self.query.new_zeros(work.batch, work.queries, work.heads, width)
         else:
-            self.grad_output = padded(grad_output.transpose(1, 2), 2, work.queries)
+            self.grad_output = padded(grad_output.transpose(1, 2), 2, work.queries).contiguous()
             self.grad_query = torch.zeros_like(self.query)
             self.grad_key, self.grad_value = (
                 torch.zeros_like(rows, dtype=torch.float32) for rows in (self.key, self.value)

@@ -1,12 +1,12 @@
-"""The matrices that mix the heads on the tensor cores: one for each query and one for each key of a stage.
+"""What mixes the heads on the tensor cores: a matrix for each query and stage, and the packed terms of keys.
 
-They are made before the other kernels run. Time and memory for that grow with the number of tokens, not of pairs.
+Matrices are made before the other kernels run. Time and memory for that grow with the number of tokens, not of pairs.
 """
 
 import torch
 from torch import Tensor
 
-from .arguments import Factors, MapInputs, Matrices
+from .arguments import Factors, MapInputs, Mixing
 from .tiling import MOST_PROGRAMS
 from .tuning import tile_of_matrices
 from .workspace import Workspace
@@ -30,47 +30,39 @@ def padded_terms(work: Workspace, inputs: MapInputs) -> dict[str, Tensor | None]
     }
 
 
-def make_matrices(work: Workspace, inputs: MapInputs, terms: dict[str, Tensor | None]) -> Matrices:
-    """Returns the matrices of all positions, `[B, length, padded, padded]`, made of `padded_terms`."""
-    pre = _of_stage(work, terms["pre_query"], terms["pre_key"], inputs.pre_static)
-    return Matrices(*pre, *_of_stage(work, terms["post_query"], terms["post_key"], inputs.post_static))
+def make_mixing(work: Workspace, inputs: MapInputs, terms: dict[str, Tensor | None]) -> Mixing:
+    """Returns what mixes the heads of all positions, made of `padded_terms`; those of keys are passed on."""
+    pre, post = (
+        _matrices_of_queries(work, terms[f"{stage}_query"], static)
+        for stage, static in (("pre", inputs.pre_static), ("post", inputs.post_static))
+    )
+    return Mixing(pre, terms["pre_key"], post, terms["post_key"])
 
 
-def _of_stage(
-    work: Workspace, query: Tensor | None, key: Tensor | None, static: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """A stage's matrices of all queries and of all keys, `[B, length, padded, padded]` or None.
+def key_counts(mixing: Mixing) -> tuple[int, int]:
+    """Returns the numbers of keys' terms before and after the softmax."""
+    return count_terms(mixing.pre_key), count_terms(mixing.post_key)
 
-    They are made of terms `[B, length, terms, H]` and of `static` `[H, H]`. The identity and the static matrix are part
-    of the queries' matrices; if only keys have terms and there is no static matrix, the identity is part of the keys'.
+
+def _matrices_of_queries(work: Workspace, terms: Tensor | None, static: Tensor | None) -> Tensor | None:
+    """Matrices `[B, T, padded, padded]` of one stage in the dtype of the scores, or None if they would be identities.
+
+    They are made of terms `[B, T, terms, H]` and of `static` `[H, H]`.
     """
-    of_queries = of_keys = None
-    if query is None and key is None and static is None:
-        return None, None
+    if terms is None and static is None:
+        return None
     constant = torch.eye(work.heads, dtype=torch.float32, device=work.device)
     if static is not None:
-        constant += static.t()
-    if query is not None or static is not None:
-        of_queries = _of_side(work, query, constant, work.queries)
-    if key is not None:
-        of_keys = _of_side(work, key, constant if of_queries is None else None, work.keys)
-    return of_queries, of_keys
-
-
-def _of_side(work: Workspace, terms: Tensor | None, constant: Tensor | None, length: int) -> Tensor:
-    """Matrices `[B, length, padded, padded]` in the dtype of the scores.
-
-    They are made of terms `[B, length, terms, H]` and of a matrix `[H, H]` that all positions share.
-    """
+        constant += static
     padded, (block, warps) = filled_up(work.heads), tile_of_matrices()
-    matrices = torch.empty(work.batch, length, padded, padded, dtype=work.score_dtype, device=work.device)
+    matrices = torch.empty(work.batch, work.queries, padded, padded, dtype=work.score_dtype, device=work.device)
     for first in range(0, work.batch, MOST_PROGRAMS):
         items = slice(first, min(first + MOST_PROGRAMS, work.batch))
-        work.kernels["dcmha_matrices"][length // block, items.stop - first](
+        work.kernels["dcmha_matrices"][work.queries // block, items.stop - first](
             matrices[items],
             None if terms is None else terms[items],
             constant,
-            length,
+            work.queries,
             heads=work.heads,
             padded=padded,
             count=count_terms(terms),

@@ -24,8 +24,8 @@ ALIGNMENT = 16
 # The programs that CUDA takes along the second and along the third side of a grid, along which kernels have the blocks
 # of queries of a chunk, and items. The first side takes more.
 MOST_PROGRAMS = 65535
-# The most queries of a chunk, where a program works on `ALIGNMENT` of them, the fewest with the shipped tiles.
-MOST_ROWS = MOST_PROGRAMS * ALIGNMENT
+# The most queries of a chunk, where a program works on 4 of them, the fewest with the shipped tiles.
+MOST_ROWS = MOST_PROGRAMS * 4
 
 
 @dataclass(frozen=True)
@@ -198,6 +198,9 @@ def add_blocks(total: Tensor, parts: Tensor, step: int) -> None:
 
     Each block's keys start `step` keys after those of the block before it.
     """
+    if parts.shape[1] == 1:
+        total += parts[:, 0]
+        return
     for first in range(0, parts.shape[2], step):
         piece = parts[:, :, first : first + step]
         total[:, first:].unfold(1, piece.shape[2], step)[:, : parts.shape[1]] += piece.movedim(2, -1)

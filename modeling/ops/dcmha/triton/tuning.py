@@ -12,7 +12,7 @@ from .devices import WARP
 # The least number of queries of a chunk.
 ROWS = 128
 # The largest number of elements of a chunk's map. While there is room, a chunk takes more items, and then more queries.
-LARGEST_MAP = 1 << 26
+LARGEST_MAP = 1 << 27
 # The least number of queries of a window's block, which has a quarter as many queries as the window has keys if that is
 # more.
 BLOCK = 64
@@ -27,26 +27,19 @@ FEWEST_HEADS, MOST_HEADS = 11, 32
 # Queries and keys of a program's patch, and its warps, in the head by head kernels.
 TILES = dict.fromkeys(("dcmha_statistics", "dcmha_probs", "dcmha_backward_post", "dcmha_backward_pre"), (32, 64, 4))
 TILES_OF_MANY_TERMS = dict.fromkeys(TILES, (16, 64, 4))
-# The same in the kernels on the tensor cores, which hold 16 or 32 heads with padding, and the stages of loading (2 or
-# more load ahead). Matrix instructions need at least 8 queries and keys forward, and 16 of both backward.
+# The same where `dcmha_backward_post` holds probabilities both with and without a gain by distance.
+TILE_OF_GAINS = (16, 64, 4)
+# The same in the kernels on the tensor cores, which hold 16 or 32 heads with padding, and the stages of loading (3 or
+# more load ahead). Matrix instructions need at least 16 keys, and a warp a query.
 MATRIX_TILES_16 = {
-    "dcmha_matrix_statistics": (8, 32, 4, 1),
-    "dcmha_matrix_probs": (8, 32, 4, 1),
-    "dcmha_matrix_backward_post": (16, 32, 8, 2),
-    "dcmha_matrix_backward_pre": (16, 32, 8, 2),
+    "dcmha_matrix_statistics": (4, 32, 4, 3),
+    "dcmha_matrix_probs": (4, 32, 4, 3),
+    "dcmha_matrix_backward_post": (4, 16, 4, 3),
+    "dcmha_matrix_backward_pre": (4, 16, 4, 3),
 }
-MATRIX_TILES_32 = {
-    "dcmha_matrix_statistics": (8, 32, 8, 1),
-    "dcmha_matrix_probs": (8, 16, 4, 1),
-    "dcmha_matrix_backward_post": (16, 16, 8, 1),
-    "dcmha_matrix_backward_pre": (16, 16, 8, 1),
-}
-# The same for kernels that hold probabilities both with and without a gain by distance: `dcmha_backward_post`, and
-# `dcmha_matrix_backward_post` for 16 heads. The latter also serves both backward kernels where shared memory is scarce.
-TILE_OF_GAINS, SMALL_MATRIX_TILE_16 = (16, 64, 4), (16, 16, 8, 1)
-# Bytes of shared memory that the kernels on the tensor cores take at most: with the tiles above; for 16 heads beside a
-# bias by distance and an additive mask; and for 16 heads with the small tile in both backward kernels.
-MATRIX_MEMORY, MATRIX_MEMORY_BESIDE_BIASES, SMALL_MATRIX_MEMORY = 163_840, 166_976, 57_344
+MATRIX_TILES_32 = dict.fromkeys(MATRIX_TILES_16, (4, 16, 4, 3))
+# Bytes of shared memory that the kernels on the tensor cores take at most, with 16 and with 32 heads.
+MATRIX_MEMORY = {16: 65_536, 32: 131_072}
 # Whether forward passes on the tensor cores are fused. A program holds the output of some queries, which bounds the
 # heads and the channels; and all items together need enough queries to make many programs.
 FUSES_FORWARD = False
@@ -56,13 +49,13 @@ FUSED_HEADS, FUSED_WIDTH, FEWEST_QUERIES = 16, 64, 8192
 FUSED_TILES_90 = {"dcmha_fused_statistics": (32, 32, 8, 2), "dcmha_fused_output": (32, 16, 8, 2)}
 FUSED_TILES_80 = {"dcmha_fused_statistics": (32, 16, 8, 2), "dcmha_fused_output": (32, 16, 8, 1)}
 # The largest number of blocks of queries that a program goes through: a power of two.
-TURNS = 8
+TURNS = 32
 # Queries of a program of `dcmha_merge`, and its warps.
 MERGED = (32, 4)
 # Queries and columns of a tile of `dcmha_distance_sums`, queries of a program, and its warps.
 DISTANCE_SUMS = (16, 128, 512, 4)
-# Positions of a program of `dcmha_matrices`, and its warps.
-MATRICES = (8, 4)
+# Positions of a program of `dcmha_matrices`, as many as a patch has queries at least, and its warps.
+MATRICES = (4, 4)
 
 
 def fewest_rows() -> int:
@@ -104,7 +97,7 @@ def composes_on_tensor_cores(heads: int, dtype: torch.dtype, shared_memory: int,
         shared_memory: the bytes that a program may have on the device.
         mixes_heads: whether there are other terms than gates.
     """
-    has_memory = shared_memory >= (SMALL_MATRIX_MEMORY if heads <= 16 else MATRIX_MEMORY)
+    has_memory = shared_memory >= MATRIX_MEMORY[16 if heads <= 16 else 32]
     return mixes_heads and has_memory and dtype != torch.float32 and FEWEST_HEADS <= heads <= MOST_HEADS
 
 
@@ -123,22 +116,9 @@ def tiles_for(
     return TILES | ({"dcmha_backward_post": TILE_OF_GAINS} if has_gain else {})
 
 
-def matrix_tiles_for(
-    padded: int, shared_memory: int, *, has_biases: bool = False, has_gain: bool = False
-) -> dict[str, tuple[int, int, int, int]]:
-    """Returns the patch, the warps and the stages of each kernel on the tensor cores.
-
-    Args:
-        padded: number of heads with padding, 16 or 32.
-        shared_memory: the bytes that a program may have on the device.
-        has_biases: whether a bias by distance and an additive mask take shared memory.
-        has_gain: whether a gain by distance makes threads hold the gained probabilities too.
-    """
+def matrix_tiles_for(padded: int) -> dict[str, tuple[int, int, int, int]]:
+    """Returns the patch, the warps and the stages of each kernel on the tensor cores, for 16 or 32 heads."""
     tiles = MATRIX_TILES_32 if padded == 32 else MATRIX_TILES_16
-    if padded == 16:
-        is_scarce = shared_memory < (MATRIX_MEMORY_BESIDE_BIASES if has_biases else MATRIX_MEMORY)
-        small = {"dcmha_matrix_backward_post": is_scarce or has_gain, "dcmha_matrix_backward_pre": is_scarce}
-        tiles = tiles | {name: SMALL_MATRIX_TILE_16 for name, is_small in small.items() if is_small}
     # Kernels write in place, which is safe if no two threads load the same element.
     assert all(padded * queries * keys >= WARP * warps for queries, keys, warps, _ in tiles.values())
     return tiles

@@ -20,12 +20,11 @@ from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 from dynattn.modeling.ops.dcmha.triton import decode, kernels, passes, tuning, workspace
 from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
 from dynattn.modeling.ops.dcmha.triton.attention import _forward_op, dcmha_triton
-from dynattn.modeling.ops.dcmha.triton.composers import head_by_head, tensor_cores
 from dynattn.modeling.ops.dcmha.triton.composers.head_by_head import HeadByHeadComposer
 from dynattn.modeling.ops.dcmha.triton.composers.tensor_cores import TensorCoreComposer
 from dynattn.modeling.ops.dcmha.triton.decode import _decode_op, _side
 from dynattn.modeling.ops.dcmha.triton.devices import shared_memory_of
-from dynattn.modeling.ops.dcmha.triton.matrices import make_matrices, padded_terms
+from dynattn.modeling.ops.dcmha.triton.matrices import make_mixing, padded_terms
 from dynattn.modeling.ops.dcmha.triton.passes import composer_class_for
 from dynattn.modeling.ops.dcmha.triton.workspace import Workspace
 from dynattn.modeling.ops.distance_tables import NO_TABLES
@@ -383,8 +382,8 @@ def test_kernels_of_all_items_take_any_number_of_them(monkeypatch: pytest.Monkey
     inputs = MapInputs(*(rows,) * 3, pre_query=terms, pre_key=terms, **dict.fromkeys(MapInputs._fields[5:]))
     work = Workspace(inputs, MapSettings(1.0, True, None, groups=1), (), (16, 16))
     work.kernels = matrices = Noting()  # type: ignore[assignment]
-    make_matrices(work, inputs, padded_terms(work, inputs))
-    assert matrices.grids == [(2, 65_535), (2, 70_000 - 65_535)] * 2
+    make_mixing(work, inputs, padded_terms(work, inputs))
+    assert matrices.grids == [(4, 65_535), (4, 70_000 - 65_535)]
     decoding = Noting()
     monkeypatch.setattr(decode, "load_kernels", lambda _: decoding)
     stages = (decode.make_stage([None] * 7),) * 2
@@ -424,41 +423,30 @@ def test_tensor_cores_compose_what_they_can(
 
 
 @pytest.mark.parametrize(
-    ("heads", "shared_memory", "expected", "queries_and_keys"),
+    ("heads", "shared_memory", "expected"),
     [
-        (16, 232_448, TensorCoreComposer, (16, 32)),
-        (16, 101_376, TensorCoreComposer, (16, 16)),  # compute capability 8.6, 8.9 and 12.0
-        (16, 49_152, HeadByHeadComposer, (32, 64)),
-        (16, 166_912, TensorCoreComposer, (16, 32)),  # 8.0
-        (32, 166_912, TensorCoreComposer, (16, 16)),
-        (32, 101_376, HeadByHeadComposer, (32, 64)),
+        (16, 232_448, TensorCoreComposer),
+        (16, 101_376, TensorCoreComposer),  # compute capability 8.6, 8.9 and 12.0
+        (16, 49_152, HeadByHeadComposer),
+        (32, 166_912, TensorCoreComposer),  # 8.0
+        (32, 101_376, HeadByHeadComposer),
     ],
 )
 def test_no_kernel_takes_more_shared_memory_than_there_is(
-    heads: int, shared_memory: int, expected: type, queries_and_keys: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    heads: int, shared_memory: int, expected: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (passes, tensor_cores):
-        monkeypatch.setattr(module, "shared_memory_of", lambda _: shared_memory)
+    monkeypatch.setattr(passes, "shared_memory_of", lambda _: shared_memory)
     rows = torch.empty(2, heads, 9, 4, dtype=torch.bfloat16)
     inputs = MapInputs(*(rows,) * 3, *(None for _ in MapInputs._fields[3:]))
     inputs = inputs._replace(pre_key=torch.empty(2, 9, 5, heads))
-    composer = composer_class_for(inputs, MapSettings(1.0, True, None, 1))
-    assert composer is expected
-    tiles = (tensor_cores if expected is TensorCoreComposer else head_by_head)._tiles(inputs)
-    assert next(tile[:2] for name, tile in tiles.items() if name.endswith("backward_post")) == queries_and_keys
-
-
-def test_biases_by_distance_and_by_a_mask_take_more_shared_memory_than_an_a100_has() -> None:
-    scarce, plenty = (tuning.matrix_tiles_for(16, memory, has_biases=True) for memory in (166_912, 232_448))
-    for name in ("dcmha_matrix_backward_post", "dcmha_matrix_backward_pre"):
-        assert scarce[name] == tuning.SMALL_MATRIX_TILE_16 != plenty[name]
+    assert composer_class_for(inputs, MapSettings(1.0, True, None, 1)) is expected
 
 
 def test_tiles_have_an_element_for_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that write in place count on it."""
     monkeypatch.setattr(tuning, "MATRIX_TILES_16", dict.fromkeys(tuning.MATRIX_TILES_16, (1, 8, 8, 1)))
     with pytest.raises(AssertionError):
-        tuning.matrix_tiles_for(16, 1 << 30)
+        tuning.matrix_tiles_for(16)
     monkeypatch.setattr(decode, "WARPS", 16)
     with pytest.raises(AssertionError):
         decode.tile_sides(4, 4, 64, 2, paged=False)

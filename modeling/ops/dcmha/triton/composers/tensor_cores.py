@@ -1,7 +1,7 @@
-"""Composition on the tensor cores (`kernels.tensor_cores`): a matrix for each query and one for each key.
+"""Composition on the tensor cores (`kernels.tensor_cores`): a matrix for each query, and the terms of each key.
 
-Before the other kernels run, all terms of a stage become matrices (`matrices.py`). The backward kernels write partial
-sums of the gradients of terms, not of matrices. `DESIGN.md`, "On the tensor cores", has the reasons.
+Before the other kernels run, the queries' terms of a stage become matrices (`matrices.py`). The backward kernels write
+partial sums of the gradients of terms, not of matrices. `DESIGN.md`, "On the tensor cores", has the reasons.
 """
 
 import functools
@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import ColumnTables, MapChunk, MapInputs, Matrices, StageTerms, TermGradients
-from ..devices import shared_memory_of
+from ..arguments import ColumnTables, MapChunk, MapInputs, Mixing, TermGradients
 from ..distance_columns import DistanceColumns
-from ..matrices import count_terms, filled_up, make_matrices, padded_terms
+from ..matrices import count_terms, filled_up, key_counts, make_mixing, padded_terms
 from ..tuning import matrix_tiles_for, most_turns
 from ..workspace import Workspace
 from .interface import KernelComposer
@@ -25,7 +24,7 @@ class TensorCoreComposer(KernelComposer):
 
     @staticmethod
     def patch_of(inputs: MapInputs) -> tuple[int, int]:
-        queries, keys, *_ = map(max, zip(*_tiles(inputs).values(), strict=True))
+        queries, keys, *_ = map(max, zip(*_tiles(inputs.query.shape[1]).values(), strict=True))
         return queries, keys
 
     @staticmethod
@@ -34,10 +33,10 @@ class TensorCoreComposer(KernelComposer):
 
     def __init__(self, work: Workspace, inputs: MapInputs, tables: DistanceColumns, *, backward: bool) -> None:
         self.work, self.tables, self.padded = work, tables, filled_up(work.heads)
-        self.tiles = _tiles(inputs)
+        self.tiles = _tiles(work.heads)
         self.terms = padded_terms(work, inputs)
         self.statics = {"pre": inputs.pre_static, "post": inputs.post_static}
-        self.matrices = make_matrices(work, inputs, self.terms)
+        self.mixing = make_mixing(work, inputs, self.terms)
         self.sums = self._sums() if backward else {}
 
     def probs(self, chunk: MapChunk, scores: Tensor, lse: Tensor) -> Tensor:
@@ -84,13 +83,13 @@ class TensorCoreComposer(KernelComposer):
     def _launch(self, name: str, chunk: MapChunk, tables: ColumnTables, *arguments: Any, **constants: int) -> None:
         """Launches a kernel on all patches of a chunk, with its own arguments and those that all kernels have."""
         block_t, block_s, warps, stages = self.tiles[name]
-        sides = zip(self.matrices, (chunk.queries, chunk.keys, chunk.queries, chunk.keys), strict=True)
-        matrices = Matrices(*(_of_chunk(part, chunk.items, positions) for part, positions in sides))
+        sides = zip(self.mixing, (chunk.queries, chunk.keys, chunk.queries, chunk.keys), strict=True)
+        mixing = Mixing(*(_of_chunk(part, chunk.items, positions) for part, positions in sides))
         items, queries, keys = chunk.counts
         turns = self._turns(name, chunk)
         self.work.kernels[name][keys // block_s, queries // (block_t * turns), items](
             *arguments,
-            matrices,
+            mixing,
             chunk.sizes,
             chunk.where,
             tables,
@@ -99,7 +98,7 @@ class TensorCoreComposer(KernelComposer):
             block_t=block_t,
             block_s=block_s,
             turns=turns,
-            loads_ahead=stages > 1,
+            key_counts=key_counts(mixing),
             **constants,
             num_warps=warps,
             num_stages=stages,
@@ -113,24 +112,25 @@ class TensorCoreComposer(KernelComposer):
         self, name: str, stage: str, chunk: MapChunk, tables: ColumnTables, *maps: Tensor, lse: Tensor
     ) -> None:
         """Launches a kernel on maps `[items, H, c, n]`, and adds its partial gradients to those of the stage."""
-        sides = ("query", chunk.queries), ("key", chunk.keys)
-        terms = StageTerms(*(_of_chunk(self.terms[f"{stage}_{side}"], chunk.items, where) for side, where in sides))
-        partial = self._partial(name, chunk, terms, has_static=self.statics[stage] is not None)
-        constants = {"query_count": count_terms(terms.query), "key_count": count_terms(terms.key)}
-        self._launch(name, chunk, tables, *maps, partial, terms, lse, **constants)
+        terms = _of_chunk(self.terms[f"{stage}_query"], chunk.items, chunk.queries)
+        partial = self._partial(name, stage, chunk)
+        self._launch(name, chunk, tables, *maps, partial, terms, lse, query_count=count_terms(terms))
         if partial.query is not None:
-            self.sums[f"{stage}_query"][chunk.items, chunk.queries] += partial.query.sum(1, dtype=torch.float32)
+            torch.sum(
+                partial.query, 1, dtype=torch.float32, out=self.sums[f"{stage}_query"][chunk.items, chunk.queries]
+            )
         if partial.key is not None:
             self.work.add_keys(self.sums[f"{stage}_key"], partial.key, chunk)
         if partial.static is not None:
             heads = self.work.heads
             self.sums[f"{stage}_static"] += partial.static.sum(0)[:heads, :heads].t()
 
-    def _partial(self, name: str, chunk: MapChunk, terms: StageTerms, *, has_static: bool) -> TermGradients:
+    def _partial(self, name: str, stage: str, chunk: MapChunk) -> TermGradients:
         """Allocates what each program adds to the gradients, in the shapes of `TermGradients`.
 
         The parts of queries, of which every patch has one, are bfloat16 if the maps are, to save memory.
         """
+        query, key = self.terms[f"{stage}_query"], self.terms[f"{stage}_key"]
         block_t, block_s, *_ = self.tiles[name]
         items, queries, keys = chunk.counts
         blocks, programs = keys // block_s, queries // (block_t * self._turns(name, chunk))
@@ -139,18 +139,15 @@ class TensorCoreComposer(KernelComposer):
         dtype = torch.bfloat16 if self.work.dtype == torch.bfloat16 else torch.float32
         new = functools.partial(torch.empty, device=self.work.device)
         return TermGradients(
-            None if terms.query is None else new(items, blocks, queries, *terms.query.shape[2:], dtype=dtype),
-            None if terms.key is None else new(items, programs, keys, *terms.key.shape[2:], dtype=torch.float32),
-            torch.zeros(square, dtype=torch.float32, device=self.work.device) if has_static else None,
+            None if query is None else new(items, blocks, queries, *query.shape[2:], dtype=dtype),
+            None if key is None else new(items, programs, keys, *key.shape[2:], dtype=torch.float32),
+            None if self.statics[stage] is None else torch.zeros(square, dtype=torch.float32, device=self.work.device),
         )
 
 
-def _tiles(inputs: MapInputs) -> dict[str, tuple[int, int, int, int]]:
+def _tiles(heads: int) -> dict[str, tuple[int, int, int, int]]:
     """The patch, the warps and the stages of each kernel."""
-    padded, memory = filled_up(inputs.query.shape[1]), shared_memory_of(inputs.query.device)
-    is_additive = inputs.mask is not None and inputs.mask.is_floating_point()
-    has_biases, has_gain = is_additive and inputs.position_bias is not None, inputs.position_gain is not None
-    return matrix_tiles_for(padded, memory, has_biases=has_biases, has_gain=has_gain)
+    return matrix_tiles_for(filled_up(heads))
 
 
 def _of_chunk(terms: Tensor | None, items: slice, positions: slice) -> Tensor | None:

@@ -172,9 +172,9 @@ def dcmha_decode_sum(
     width: tl.constexpr,
     block_d: tl.constexpr,
 ):
-    """The output of one head: the sum over splits, always in the same order."""
+    """Some channels of one head's output: the sum over splits, always in the same order."""
     item, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.arange(0, block_d)
+    column = tl.program_id(2) * block_d + tl.arange(0, block_d)
     total = tl.zeros([PARTS, block_d], tl.float32)
     for first in range(0, bound(splits), PARTS):
         split = first + tl.arange(0, PARTS)

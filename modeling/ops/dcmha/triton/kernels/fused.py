@@ -4,20 +4,21 @@ A program owns `block_t` queries of all heads and goes through the keys that the
 computed, composed and consumed in registers and shared memory:
 
     s[h, t, :] = scaling q[h, t] . k[h, :]            a product for each head
-    x[t, :, s] = (Q[t] + K[s]) s[t, :, s]             a product for each query and for each key, as in `tensor_cores`
+    x[t, s, :] = (Q[t] + K[s]) s[t, s, :]             a product for each query and terms of each key: `tensor_cores`
     lse[h, t] = log sum_s exp(x[h, t, s])             `dcmha_fused_statistics`
     p = exp(x - lse)
-    a[t, :, s] = (Q'[t] + K'[s]) p[t, :, s]
+    a[t, s, :] = (Q'[t] + K'[s]) p[t, s, :]
     o[h, t] = sum_s a[h, t, s] v[h, s]                `dcmha_fused_output`, which computes x again
 
 The second kernel needs the result of the first: composition mixes heads with different normalizers, which depend on all
 keys. The heads of a patch are padded to 16 or 32, and the channels to a power of two.
 
-Both take strides between items, heads and positions, `matrices` (`Matrices`), `sizes` (`Sizes`) and `where`
-(`Visibility`). `DESIGN.md`, "Without maps", has their memory, their instructions and the reasons.
+Both take strides between items, heads and positions, and `mixing` (`Mixing`), `sizes` (`Sizes`), `where` (`Visibility`)
+and `key_counts`, as the kernels of `tensor_cores` do. `DESIGN.md`, "Without maps", has their memory, their instructions
+and the reasons.
 """
 
-from .matrix_tiles import compose, exponents, load_matrices, load_of_queries
+from .matrix_tiles import compose, exponents, gather, load_key_terms, load_matrices, load_of_queries
 from .tiles import LOG2_E, Patch, bound, exp2, finite, original, padded_width, product, rounded
 
 # What runs on the device is typed by Triton's compiler.
@@ -91,8 +92,8 @@ def load_rows(
 
 @triton.jit
 def by_query(tiles):
-    """Returns `[padded, block_t, block_s]` as `[block_t, padded, block_s]`, and back."""
-    return tl.permute(tiles, (1, 0, 2))
+    """Returns `[padded, block_t, block_s]` as `[block_t, block_s, padded]`."""
+    return tl.permute(tiles, (1, 2, 0))
 
 
 @triton.jit
@@ -100,7 +101,7 @@ def dcmha_fused_statistics(
     query,  # [items, H, T, D]
     key,  # [items, H_kv, S, D]
     lse,  # [items, H, T with padding], float32, written
-    matrices,
+    mixing,
     query_strides,
     key_strides,
     sizes,
@@ -112,25 +113,26 @@ def dcmha_fused_statistics(
     padded: tl.constexpr,
     block_t: tl.constexpr,
     block_s: tl.constexpr,
+    key_counts: tl.constexpr,
 ):
     """The log-sum-exp of each row of composed scores; zero where all keys are hidden."""
     dtype: tl.constexpr = tl.float32 if query.dtype.element_ty == tl.float32 else tl.float16
     here = make_patch(tl.arange(0, block_s), sizes, heads, block_t)
     real_queries, real_keys = original(where.real_queries), original(where.real_keys)
     queries = load_rows(query, query_strides, here.item, here.t, real_queries, heads, 1, padded, width)
-    pre_query = load_matrices(matrices.pre_query, here.item, here.t, sizes.all_queries, padded)
+    pre_query = load_matrices(mixing.pre_query, here.item, here.t, sizes.all_queries, padded)
     highest = tl.full([block_t, padded], float("-inf"), tl.float32)
     total = tl.zeros([block_t, padded], tl.float32)
     first, last = reached_keys(where, here, block_t, block_s)
     for start in range(bound(first), bound(last), block_s):
         patch = make_patch(start + tl.arange(0, block_s), sizes, heads, block_t)
-        pre_key = load_matrices(matrices.pre_key, patch.item, patch.s, sizes.all_keys, padded)
+        pre_key = load_key_terms(mixing.pre_key, patch.item, patch.s, sizes.all_keys, heads, padded, key_counts[0])
         keys = load_rows(key, key_strides, patch.item, patch.s, real_keys, heads, share, padded, width)
         scores = by_query(rounded(product(queries, tl.permute(keys, (0, 2, 1))) * scaling, dtype))
         exponent = exponents(scores, pre_query, pre_key, where, patch)
-        higher = tl.maximum(highest, tl.max(exponent, axis=2))
+        higher = tl.maximum(highest, tl.max(exponent, axis=1))
         reference = finite(higher)
-        total = total * exp2(highest - reference) + tl.sum(exp2(exponent - reference[:, :, None]), axis=2)
+        total = total * exp2(highest - reference) + tl.sum(exp2(exponent - reference[:, None, :]), axis=1)
         highest = higher
     head = tl.arange(0, padded)[None, :]
     place = lse + (here.item * heads + head) * sizes.all_queries + here.t[:, None]
@@ -144,7 +146,7 @@ def dcmha_fused_output(
     value,  # [items, H_kv, S, D]
     output,  # [items, H, T, D], written
     lse,  # [items, H, T with padding], float32
-    matrices,
+    mixing,
     query_strides,
     key_strides,
     value_strides,
@@ -158,27 +160,28 @@ def dcmha_fused_output(
     padded: tl.constexpr,
     block_t: tl.constexpr,
     block_s: tl.constexpr,
+    key_counts: tl.constexpr,
 ):
     """The output of all queries."""
     dtype: tl.constexpr = tl.float32 if query.dtype.element_ty == tl.float32 else tl.float16
     here = make_patch(tl.arange(0, block_s), sizes, heads, block_t)
     real_queries, real_keys = original(where.real_queries), original(where.real_keys)
     queries = load_rows(query, query_strides, here.item, here.t, real_queries, heads, 1, padded, width)
-    pre_query = load_matrices(matrices.pre_query, here.item, here.t, sizes.all_queries, padded)
-    post_query = load_matrices(matrices.post_query, here.item, here.t, sizes.all_queries, padded)
+    pre_query = load_matrices(mixing.pre_query, here.item, here.t, sizes.all_queries, padded)
+    post_query = load_matrices(mixing.post_query, here.item, here.t, sizes.all_queries, padded)
     reference = load_of_queries(lse, here, padded, float("inf")) * LOG2_E
     total = tl.zeros([padded, block_t, padded_width(width)], tl.float32)
     first, last = reached_keys(where, here, block_t, block_s)
     for start in range(bound(first), bound(last), block_s):
         patch = make_patch(start + tl.arange(0, block_s), sizes, heads, block_t)
-        pre_key = load_matrices(matrices.pre_key, patch.item, patch.s, sizes.all_keys, padded)
-        post_key = load_matrices(matrices.post_key, patch.item, patch.s, sizes.all_keys, padded)
+        pre_key = load_key_terms(mixing.pre_key, patch.item, patch.s, sizes.all_keys, heads, padded, key_counts[0])
+        post_key = load_key_terms(mixing.post_key, patch.item, patch.s, sizes.all_keys, heads, padded, key_counts[1])
         keys = load_rows(key, key_strides, patch.item, patch.s, real_keys, heads, share, padded, width)
         scores = by_query(rounded(product(queries, tl.permute(keys, (0, 2, 1))) * scaling, dtype))
-        probs = exp2(exponents(scores, pre_query, pre_key, where, patch) - reference[:, :, None])
-        composed = rounded(compose(rounded(probs, dtype), post_query, post_key), value.dtype.element_ty)
+        probs = exp2(exponents(scores, pre_query, pre_key, where, patch) - reference[:, None, :])
+        composed = compose(rounded(probs, dtype), probs, gather(probs, post_key), post_query, post_key)
         values = load_rows(value, value_strides, patch.item, patch.s, real_keys, heads, share, padded, width)
-        total += product(by_query(composed), values)
+        total += product(tl.permute(rounded(composed, value.dtype.element_ty), (2, 0, 1)), values)
     place = places_of(output, output_strides, here.item, here.t, heads, 1, padded, width)
     inside = are_inside(here.t, real_queries, heads, padded, width)
     tl.store(place, rounded(total, output.dtype.element_ty), mask=inside)

@@ -1,7 +1,9 @@
-"""The parts of the kernels in `tensor_cores`: tiles `[block_t, padded, block_s]` of all heads.
+"""The parts of the kernels in `tensor_cores`: tiles `[block_t, block_s, padded]` of all heads.
 
-They are composed by one matrix for each query and one for each key. Kernels turn the gradients of matrices into those
-of their terms before they write them.
+They are composed by one matrix for each query and by the terms of each key. Tiles are in the layout of the results of
+products, in which a thread has some heads of a pair and its neighbours have the others: sums over heads and over
+queries need no shared memory. Terms of keys are `(down, up, gate)`, tuples of `[1, block_s, padded]` in float32.
+Kernels turn the gradients of queries' matrices into those of their terms before they write them.
 """
 
 from .tiles import LOG2_E, Patch, exp2, make_penalty, original, product, rounded, shift_of
@@ -63,32 +65,32 @@ def _entries(positions, padded: tl.constexpr):
 
 @triton.jit
 def _tiles(maps, patch, padded: tl.constexpr):
-    """Pointers `[block_t, padded, block_s]` to the patch in maps `[items, H, c, n]`."""
+    """Pointers `[block_t, block_s, padded]` to the patch in maps `[items, H, c, n]`."""
     plane = patch.sizes.queries * patch.sizes.keys
     first = maps + patch.item * patch.heads * plane
-    inside = patch.t[:, None, None] * patch.sizes.keys + patch.s[None, None, :]
-    return first + (tl.arange(0, padded)[None, :, None].to(tl.int64) * plane + inside)
+    inside = patch.t[:, None, None] * patch.sizes.keys + patch.s[None, :, None]
+    return first + (tl.arange(0, padded)[None, None, :].to(tl.int64) * plane + inside)
 
 
 @triton.jit
 def load(maps, patch, padded: tl.constexpr):
-    """Loads a patch `[block_t, padded, block_s]` of maps `[items, H, c, n]`, in their dtype; padding heads are zero."""
+    """Loads a patch `[block_t, block_s, padded]` of maps `[items, H, c, n]`, in their dtype; padding heads are zero."""
     if patch.heads == padded:
         tiles = tl.load(_tiles(maps, patch, padded))
     else:
-        real = (tl.arange(0, padded) < patch.heads)[None, :, None]
+        real = (tl.arange(0, padded) < patch.heads)[None, None, :]
         tiles = tl.load(_tiles(maps, patch, padded), mask=real, other=0.0)
     return tiles
 
 
 @triton.jit
 def store(maps, tiles, patch, padded: tl.constexpr):
-    """Writes `[block_t, padded, block_s]` where `load` reads it."""
+    """Writes `[block_t, block_s, padded]` where `load` reads it."""
     tiles = rounded(tiles, maps.dtype.element_ty)
     if patch.heads == padded:
         tl.store(_tiles(maps, patch, padded), tiles)
     else:
-        tl.store(_tiles(maps, patch, padded), tiles, mask=(tl.arange(0, padded) < patch.heads)[None, :, None])
+        tl.store(_tiles(maps, patch, padded), tiles, mask=(tl.arange(0, padded) < patch.heads)[None, None, :])
 
 
 @triton.jit
@@ -110,7 +112,7 @@ def store_of_queries(partial, elements, patch, padded: tl.constexpr):
 
 @triton.jit
 def gained(tiles, tables, where, patch, padded: tl.constexpr):
-    """Multiplies `[block_t, padded, block_s]` by a gain by distance, if there is one."""
+    """Multiplies `[block_t, block_s, padded]` by a gain by distance, if there is one."""
     if tables.gain is not None:
         tiles *= _by_distance(tables.gain, tables, where, patch, padded)
     return tiles
@@ -118,22 +120,41 @@ def gained(tiles, tables, where, patch, padded: tl.constexpr):
 
 @triton.jit
 def _by_distance(rows, tables, where, patch, padded: tl.constexpr):
-    """Loads `[block_t, padded, block_s]` of a table: one element for each distance and head; zero for padding heads."""
-    head = tl.arange(0, padded)[None, :, None]
+    """Loads `[block_t, block_s, padded]` of a table: one element for each distance and head; zero for padding heads."""
+    head = tl.arange(0, padded)[None, None, :]
     first = rows + patch.item % where.groups * patch.heads * original(tables.columns) + original(tables.first)
-    place = head * original(tables.columns) + (patch.s[None, None, :] + patch.shift - patch.t[:, None, None])
+    place = head * original(tables.columns) + (patch.s[None, :, None] + patch.shift - patch.t[:, None, None])
     return tl.load(first + place, mask=head < patch.heads, other=0.0)
 
 
 @triton.jit
-def turned(tiles):
-    """Returns `[a, padded, b]` as `[b, padded, a]`."""
-    return tl.permute(tiles, (2, 1, 0))
+def widened(tiles):
+    """Tiles in float32, exactly: a product with the identity has the layout of products without another exchange."""
+    block_t: tl.constexpr = tiles.shape[0]
+    padded: tl.constexpr = tiles.shape[2]
+    head = tl.arange(0, padded)
+    identity = tl.where(head[:, None] == head[None, :], 1.0, 0.0).to(tiles.dtype)
+    return product(tiles, tl.broadcast_to(identity[None, :, :], (block_t, padded, padded)))
+
+
+@triton.jit
+def load_key_terms(terms, item, positions, length, heads: tl.constexpr, padded: tl.constexpr, count: tl.constexpr):
+    """The terms of these keys, from packed terms `[items, length, count, H]`; empty tuples without any."""
+    down, up, gate = (), (), ()
+    if terms is not None:
+        places = terms_of(terms, item, length, positions, heads, padded, count)
+        rank: tl.constexpr = count // 2
+        for index in tl.static_range(rank):
+            down += (tl.permute(load_term(places, index, heads), (1, 0, 2)),)
+            up += (tl.permute(load_term(places, rank + index, heads), (1, 0, 2)),)
+        if count % 2:
+            gate += (tl.permute(load_term(places, count - 1, heads), (1, 0, 2)),)
+    return down, up, gate
 
 
 @triton.jit
 def transposed(matrices, dtype: tl.constexpr):
-    """The transposed matrices `[block, padded, padded]` of a side in the dtype of the maps; None stays None."""
+    """The transposed matrices `[block, padded, padded]` of queries in the dtype of the maps; None stays None."""
     found = None
     if matrices is not None:
         found = tl.permute(rounded(matrices.to(tl.float32), dtype), (0, 2, 1))
@@ -141,23 +162,45 @@ def transposed(matrices, dtype: tl.constexpr):
 
 
 @triton.jit
-def compose(tiles, of_queries, of_keys):
-    """`(Q[t] + K[s]) z[t, :, s]` in float32, for matrices in the dtype of the tiles `z`; without matrices, `z`."""
+def transposed_terms(of_keys):
+    """The terms whose composition is the transpose of that of these terms."""
+    return of_keys[1], of_keys[0], of_keys[2]
+
+
+@triton.jit
+def gather(tiles, of_keys):
+    """Sums over the heads of tiles times their down factors: `[block_t, block_s, 1]` for each rank of the keys."""
+    hidden = ()
+    for rank in tl.static_range(len(of_keys[0])):
+        hidden += (tl.sum(tiles * of_keys[0][rank], axis=2, keep_dims=True),)
+    return hidden
+
+
+@triton.jit
+def compose(rounded_tiles, tiles, hidden, of_queries, of_keys):
+    """`(Q[t] + K[s]) z[t, s, :]` in float32; without a matrix `Q` of queries the identity takes its place.
+
+    Args:
+        rounded_tiles: `z` in the dtype of the matrices.
+        tiles: `z` in float32.
+        hidden: `gather(tiles, of_keys)`.
+    """
+    composed = tiles
     if of_queries is not None:
-        composed = product(of_queries, tiles)
-        if of_keys is not None:
-            composed += turned(product(of_keys, turned(tiles)))
-    elif of_keys is not None:
-        composed = turned(product(of_keys, turned(tiles)))
-    else:
-        composed = tiles.to(tl.float32)
+        composed = product(rounded_tiles, of_queries)
+    for rank in tl.static_range(len(hidden)):
+        composed += hidden[rank] * of_keys[1][rank]
+    for index in tl.static_range(len(of_keys[2])):
+        composed += tiles * of_keys[2][index]
     return composed
 
 
 @triton.jit
 def exponents(score, of_queries, of_keys, where, patch):
-    """Composed and masked scores `[block_t, padded, block_s]` times log2(e), as `exp2` needs them."""
-    return compose(score, of_queries, of_keys) * LOG2_E + make_penalty(where, patch)[:, None, :]
+    """Composed and masked scores `[block_t, block_s, padded]` times log2(e), as `exp2` needs them."""
+    tiles = widened(score)
+    composed = compose(score, tiles, gather(tiles, of_keys), of_queries, of_keys)
+    return composed * LOG2_E + make_penalty(where, patch)[:, :, None]
 
 
 @triton.jit
@@ -171,30 +214,41 @@ def biased_exponents(score, of_queries, of_keys, where, tables, patch, padded: t
 
 @triton.jit
 def probabilities(score, of_queries, of_keys, lse, where, tables, patch, padded: tl.constexpr):
-    """The softmax over composed scores, `[block_t, padded, block_s]`; zero for padding heads."""
+    """The softmax over composed scores, `[block_t, block_s, padded]`; zero for padding heads."""
     reference = load_of_queries(lse, patch, padded, float("inf")) * LOG2_E
-    return exp2(biased_exponents(score, of_queries, of_keys, where, tables, patch, padded) - reference[:, :, None])
+    return exp2(biased_exponents(score, of_queries, of_keys, where, tables, patch, padded) - reference[:, None, :])
 
 
 @triton.jit
-def no_gradients(partial, first: tl.constexpr, padded: tl.constexpr):
-    """Zeros `[first, padded, padded]`, to which gradients of matrices are added; None if `partial` is None."""
-    gradients = None
-    if partial is not None:
-        gradients = tl.zeros([first, padded, padded], tl.float32)
+def no_key_gradients(of_keys, block_t: tl.constexpr, block_s: tl.constexpr, padded: tl.constexpr):
+    """Zeros `[block_t, block_s, padded]` for each down term of the keys, each up term and the gate."""
+    gradients = ()
+    for _ in tl.static_range(2 * len(of_keys[0]) + len(of_keys[2])):
+        gradients += (tl.zeros([block_t, block_s, padded], tl.float32),)
     return gradients
 
 
 @triton.jit
-def gradients_of_queries(grad, tiles):
-    """`dQ[t] = sum_s dy[t, :, s] z[t, :, s]^T` of a patch, `[block_t, padded, padded]`."""
-    return product(grad, tl.permute(tiles, (0, 2, 1)))
+def add_key_gradients(gradients, grad, tiles, hidden, hidden_grads):
+    """Adds a patch's part of the gradients of its keys' terms, which are still to be summed over the queries.
+
+    `tiles` `[block_t, block_s, padded]` is the composition's input and `grad` the gradient of its output.
+    """
+    rank: tl.constexpr = len(hidden)
+    added = ()
+    for index in tl.static_range(rank):
+        added += (gradients[index] + tiles * hidden_grads[index],)
+    for index in tl.static_range(rank):
+        added += (gradients[rank + index] + grad * hidden[index],)
+    if len(gradients) > 2 * rank:
+        added += (gradients[2 * rank] + grad * tiles,)
+    return added
 
 
 @triton.jit
-def gradients_of_keys(grad, tiles):
-    """`dK[s] = sum_t dy[t, :, s] z[t, :, s]^T` of a patch, `[block_s, padded, padded]`."""
-    return product(turned(grad), tl.permute(tiles, (2, 0, 1)))
+def gradients_of_queries(grad, tiles):
+    """`dQ[t] = sum_s dy[t, s, :] z[t, s, :]^T` of a patch, `[block_t, padded, padded]`."""
+    return product(tl.permute(grad, (0, 2, 1)), tiles)
 
 
 @triton.jit
@@ -280,15 +334,14 @@ def _places_of_queries(partial, patch, padded: tl.constexpr, count: tl.constexpr
 
 
 @triton.jit
-def store_gradients_of_key_terms(
-    partial, terms, gradients, patch, padded: tl.constexpr, count: tl.constexpr, dtype: tl.constexpr
-):
+def store_gradients_of_key_terms(partial, gradients, patch, padded: tl.constexpr):
     """Writes a program's part of the gradients of its keys' terms, in `[items, programs, n, count, H]`."""
-    if terms is not None:
+    if partial is not None:
+        count: tl.constexpr = len(gradients)
         program = patch.item * tl.num_programs(1) + tl.program_id(1)
-        source = terms_of(terms, patch.item, patch.sizes.all_keys, patch.s + patch.shift, patch.heads, padded, count)
         target = terms_of(partial, program, patch.sizes.keys, patch.s, patch.heads, padded, count)
-        store_term_gradients(target, source, gradients, patch.heads, count, dtype)
+        for index in tl.static_range(count):
+            store_term(target, index, tl.sum(gradients[index], axis=0)[:, None, :], patch.heads)
 
 
 @triton.jit
