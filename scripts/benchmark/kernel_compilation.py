@@ -55,7 +55,7 @@ from .kernel_configurations import (
     TensorCoreConfiguration,
     WindowConfiguration,
 )
-from .kernel_traffic import Traffic, fused_traffic, tensor_core_traffic
+from .kernel_traffic import TERMS, Traffic, fused_traffic, tensor_core_traffic
 
 # Bytes of shared memory that a program may have, by compute capability.
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -78,8 +78,6 @@ TENSOR_CORES = {
     "dcmha_matrix_backward_post": ("fp16", "map", "map", "fp32", "partial", "terms", "fp32"),
     "dcmha_matrix_backward_pre": ("fp16", "map", "map", "fp32", "partial", "terms", "fp32"),
 }
-# Terms of each side of a tensor core configuration: rank 2 and a gate.
-TERMS = 5
 # Keys that a program of a fused pass goes through.
 FUSED_KEYS = 2048
 

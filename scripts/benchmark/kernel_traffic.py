@@ -4,8 +4,10 @@ from typing import NamedTuple
 
 from .kernel_configurations import FusedConfiguration, TensorCoreConfiguration
 
-# Bytes of an element: all maps, rows and matrices are in half precision.
+# Bytes of an element: all maps, rows, matrices and terms are in half precision.
 ELEMENT = 2
+# Terms of each side of a stage: rank 2 and a gate.
+TERMS = 5
 # How many maps a kernel reads and writes.
 MAPS = {
     "dcmha_matrix_statistics": 1,
@@ -22,7 +24,7 @@ class Traffic(NamedTuple):
     """Bytes for each (head, query, key)."""
 
     maps: float  # from and to device memory, unless they stay in the second-level cache
-    cached: float  # rows and matrices, which many programs read, from the second-level cache
+    cached: float  # rows, matrices and terms, which many programs read, from the second-level cache
 
 
 def tensor_core_traffic(
@@ -44,8 +46,8 @@ def fused_traffic(configuration: FusedConfiguration, name: str, padded: int, blo
 
 
 def _of_matrices(sides: Sides, name: str, padded: int, queries: int, keys: int) -> float:
-    """Bytes of matrices, if those of a key serve so many queries, and those of a query so many keys."""
+    """Bytes of queries' matrices and of keys' terms, if those of a key serve so many queries, and the other way round."""
     pre_query, pre_key, post_query, post_key = sides
     is_pre_alone = name in PRE_ALONE
     of_queries, of_keys = pre_query + (post_query and not is_pre_alone), pre_key + (post_key and not is_pre_alone)
-    return ELEMENT * padded * (of_queries / keys + of_keys / queries)
+    return ELEMENT * (padded * of_queries / keys + TERMS * of_keys / queries)

@@ -49,7 +49,7 @@ FUSED_HEADS, FUSED_WIDTH, FEWEST_QUERIES = 16, 64, 8192
 FUSED_TILES_90 = {"dcmha_fused_statistics": (32, 32, 8, 2), "dcmha_fused_output": (32, 16, 8, 2)}
 FUSED_TILES_80 = {"dcmha_fused_statistics": (32, 16, 8, 2), "dcmha_fused_output": (32, 16, 8, 1)}
 # The largest number of blocks of queries that a program goes through: a power of two.
-TURNS = 32
+TURNS = 64
 # Queries of a program of `dcmha_merge`, and its warps.
 MERGED = (32, 4)
 # Queries and columns of a tile of `dcmha_distance_sums`, queries of a program, and its warps.

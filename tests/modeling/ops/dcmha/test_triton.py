@@ -822,7 +822,7 @@ def test_on_a_gpu_two_runs_are_the_same_to_the_bit() -> None:
 @pytest.mark.gpu
 @on_gpu
 def test_on_a_gpu_the_backward_pass_needs_no_map_of_all_pairs() -> None:
-    case = Case(8192, 8192, heads=(16, 16), width=64)
+    case = Case(16384, 16384, heads=(16, 16), width=64)
     tensors, keywords = cast(*random_inputs(case, "cuda"), torch.bfloat16)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

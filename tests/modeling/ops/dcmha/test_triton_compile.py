@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynattn.modeling.ops.dcmha.triton.tuning import MATRIX_MEMORY, SMALL_MATRIX_MEMORY
+from dynattn.modeling.ops.dcmha.triton.tuning import MATRIX_MEMORY
 from dynattn.scripts.benchmark.kernel_configurations import (
     CONFIGURATIONS,
     DecodeConfiguration,
@@ -102,8 +102,8 @@ def test_kernels_fit_and_do_not_spill(configuration: str, compiled: tuple[int, A
 def test_up_to_16_heads_fit_where_shared_memory_is_scarce() -> None:
     """The kernels on the tensor cores, with what takes the most memory."""
     taken = kernel_report.compile_elsewhere(86, "matrices, rows in float32", "matrices, bias", "matrices, gain")
-    assert max(kernel["shared"] for kernels in taken.values() for kernel in kernels.values()) == SMALL_MATRIX_MEMORY
-    assert kernel_compilation.SHARED_MEMORY[86] > SMALL_MATRIX_MEMORY
+    most = max(kernel["shared"] for kernels in taken.values() for kernel in kernels.values())
+    assert most <= MATRIX_MEMORY[16] < kernel_compilation.SHARED_MEMORY[86]
 
 
 def test_every_configuration_is_in_the_record() -> None:
@@ -117,7 +117,7 @@ def test_no_recorded_kernel_takes_more_shared_memory_than_the_constant_says() ->
     for kernels in json.loads((RECORD / "record.json").read_text())["capabilities"].values():
         for name, kind in CONFIGURATIONS.items():
             if isinstance(kind, TensorCoreConfiguration):
-                assert max(kernel["shared"] for kernel in kernels[name].values()) <= MATRIX_MEMORY
+                assert max(kernel["shared"] for kernel in kernels[name].values()) <= MATRIX_MEMORY[kind.padded]
 
 
 def test_the_table_is_the_one_of_the_record() -> None:
