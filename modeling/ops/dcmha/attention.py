@@ -34,8 +34,8 @@ COMPOSING_IMPLEMENTATIONS: dict[str, Attention] = {
 }
 IMPLEMENTATIONS: dict[str, Attention] = {**COMPOSING_IMPLEMENTATIONS, "sdpa": plain_attention}
 # Compute capabilities of CUDA devices on which `triton` is the default: those of which a record in
-# `model_cards/records/benchmark-gpu` shows that it is the fastest, as in (9, 0).
-TRITON_CAPABILITIES: frozenset[tuple[int, int]] = frozenset()
+# `model_cards/records/benchmark-gpu` shows that it is faster than `chunked`. (9, 0) is Hopper.
+TRITON_CAPABILITIES: frozenset[tuple[int, int]] = frozenset({(9, 0)})
 HAS_TRITON = find_spec("triton") is not None
 
 
