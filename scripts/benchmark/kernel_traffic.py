@@ -46,7 +46,7 @@ def fused_traffic(configuration: FusedConfiguration, name: str, padded: int, blo
 
 
 def _of_matrices(sides: Sides, name: str, padded: int, queries: int, keys: int) -> float:
-    """Bytes of queries' matrices and of keys' terms, if those of a key serve so many queries, and the other way round."""
+    """Bytes of matrices and terms, if a key's terms serve so many queries, and a query's matrix so many keys."""
     pre_query, pre_key, post_query, post_key = sides
     is_pre_alone = name in PRE_ALONE
     of_queries, of_keys = pre_query + (post_query and not is_pre_alone), pre_key + (post_key and not is_pre_alone)
