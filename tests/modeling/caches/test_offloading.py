@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from dynattn import RCMHAConfig, RCMHAForCausalLM
-from dynattn.modeling.caches.offloading import await_prefetch
+from dynattn.modeling.caches.offloading import await_prefetch, read_layer
 from dynattn.modeling.layers import composed_attention, relative_attention
 from dynattn.modeling.positions.carope import last_phases
 
@@ -71,6 +71,15 @@ class NoStream(nullcontext):
 
     def wait_stream(self, other: object) -> None:
         pass
+
+
+def test_a_layer_is_read_on_the_device_and_stays_on_the_host() -> None:
+    cache = DynamicCache()
+    cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
+    assert all(one.device.type == "meta" for one in read_layer(cache, 0, torch.device("meta")))
+    layer: Any = cache.layers[0]
+    assert layer.keys.device.type == layer.values.device.type == "cpu"
+    assert read_layer(cache, 0, torch.device("cpu"))[0] is layer.keys
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
