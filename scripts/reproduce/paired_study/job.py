@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,12 +69,14 @@ class Task:
         metrics: the first is the one that the plot shows.
         chosen_by: the metric by which learning rates are chosen.
         arms: those that it asks about; None for all.
+        package: what its data come with, by the name of its module, if it is not part of every installation.
     """
 
     label: str
     metrics: tuple[Metric, ...]
     chosen_by: Metric
     arms: tuple[str, ...] | None = None
+    package: str | None = None
 
 
 @dataclass(frozen=True)
@@ -104,11 +107,14 @@ def run_study(study: Study, arguments: PairedStudyArguments) -> str:
     """Trains what is missing and reports what is finished; returns the table and the names of the files.
 
     Raises:
-        UserError: a task or an arm does not exist, the folder holds another study, or no measured run is finished.
+        UserError: a task or an arm does not exist, data of a task are missing, the folder holds another study, or no
+            measured run is finished.
     """
     output = Path(arguments.output)
     tasks = chosen("task", arguments.tasks, study.tasks)
     arms = chosen("arm", arguments.arms, study.arms)
+    if not arguments.redraw:
+        check_packages(study, tasks)
     if not arguments.redraw or output.exists():
         sizes = {task: asdict(sizes) for task, sizes in study.sizes[arguments.quick].items()}
         claim(output, {"study": study.name, "sizes": sizes}, f"study {study.name}")
@@ -125,6 +131,17 @@ def run_study(study: Study, arguments: PairedStudyArguments) -> str:
     write_record(output, make_record(description(study, tasks, arms), plan.settings(), results))
     rest = f"\n{missing} runs are left; the same command goes on with them" if missing else ""
     return draw(output, table, draw_arms, PLOT) + rest
+
+
+def check_packages(study: Study, tasks: list[str]) -> None:
+    """Raises UserError if a package is missing that data of a task come with: before the first run, not hours later."""
+    for task in tasks:
+        package = study.tasks[task].package
+        if package is not None and find_spec(package) is None:
+            raise UserError(
+                f"the data of task {task!r} come with {package!r}, which is not installed; pip install "
+                "'dynattn[studies]', or choose others with --tasks"
+            )
 
 
 def name_older_runs(folder: Path) -> None:

@@ -13,7 +13,7 @@ SEQ2SEQ = Study(
     name="seq2seq",
     tasks={
         "sequences": Task("copy, reverse, sort, double", (EXACT, LONGER, LOSS), chosen_by=LOSS),
-        "names": Task("English names in Ukrainian", (ERRORS, EXACT, LOSS), chosen_by=LOSS),
+        "names": Task("English names in Ukrainian", (ERRORS, EXACT, LOSS), chosen_by=LOSS, package="pycountry"),
     },
     arms={name: arm.label for name, arm in ARMS.items()},
     contrasts=CONTRASTS,

@@ -78,6 +78,7 @@ def choose_setting(arguments: StudyArguments, group: Group, corpus: Corpus) -> S
     """The setting of a group, changed by the arguments; warmup keeps its share of the updates, except the official."""
     setting = (QUICK if arguments.quick else SETTINGS)[group.setting]
     setting = replace(setting, streams=arguments.streams or setting.streams)
+    check_lengths(corpus, setting)
     steps = arguments.steps or group.longer * setting.steps
     if arguments.epochs is not None:
         segments = len(TokenStreams.cut(corpus.train, setting.streams, setting.segment))
@@ -88,6 +89,15 @@ def choose_setting(arguments: StudyArguments, group: Group, corpus: Corpus) -> S
     warmup = max(1, round(WARMUP_SHARE * steps)) if group.patience is None else OFFICIAL_WARMUP
     warmup = setting.warmup if group.setting == "official" else warmup
     return replace(setting, steps=steps, warmup=warmup, patience=group.patience)
+
+
+def check_lengths(corpus: Corpus, setting: Setting) -> None:
+    """Raises UserError if a text is too short for so many streams."""
+    for text, streams in ((corpus.train, setting.streams), (corpus.validation, setting.evaluation_streams)):
+        try:
+            TokenStreams.cut(text, streams, setting.segment)
+        except ValueError as error:
+            raise UserError(f"{error}; give a longer text, or fewer --streams") from error
 
 
 def make_once(run: Run, corpus: Corpus, path: Path) -> None:

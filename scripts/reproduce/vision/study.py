@@ -12,7 +12,9 @@ SEEN = Metric("seen_accuracy", "accuracy, seen fonts", "higher")
 VISION = Study(
     name="vision",
     tasks={
-        "digits": Task("handwritten digits, 5-fold cross-validation", (ACCURACY, LOSS), chosen_by=LOSS),
+        "digits": Task(
+            "handwritten digits, 5-fold cross-validation", (ACCURACY, LOSS), chosen_by=LOSS, package="sklearn"
+        ),
         "glyphs": Task("letters and digits in unseen fonts", (UNSEEN, UNSEEN_LOSS, SEEN), chosen_by=SEEN),
         "upcycled": Task(
             "the same, trained on from a model without composition",

@@ -225,3 +225,12 @@ def test_the_rate_warms_up_and_falls_to_zero():
 def test_a_name_that_is_given_twice_counts_once() -> None:
     """Its runs would otherwise be told as runs of more seeds."""
     assert chosen("arm", ["new", "old", "new"], {"old": 1, "new": 2}) == ["new", "old"]
+
+
+def test_data_that_are_missing_are_missed_before_the_first_run(tmp_path: Path) -> None:
+    task = replace(STUDY.tasks["read"], package="no_such_package")
+    study = replace(STUDY, tasks={"read": task, "other": STUDY.tasks["read"]})
+    before = len(calls)
+    with pytest.raises(UserError, match="task 'read' come with 'no_such_package', which is not installed"):
+        run_study(study, arguments(tmp_path))
+    assert len(calls) == before and not (tmp_path / "study").exists()

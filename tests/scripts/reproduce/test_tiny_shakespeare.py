@@ -225,6 +225,13 @@ def test_a_run_without_an_end_goes_on_with_its_validations(
     check_that_it_goes_on(run, corpus, checkpoint, expected)
 
 
+def test_a_text_that_is_too_short_for_the_streams_is_told_before_the_first_run():
+    with pytest.raises(
+        UserError, match="too few for 5000 streams; each needs two or more; give a longer text, or fewer"
+    ):
+        job.choose_setting(StudyArguments(streams=5000), plan.GROUPS["official"], corpus_of(2049))
+
+
 def test_groups_that_run_for_days_are_asked_for_by_name():
     assert [group for group in StudyArguments().groups if group.startswith("plateau")] == []
     corpus = corpus_of(2049)
