@@ -155,7 +155,8 @@ def choose_tiling(inputs: MapInputs, settings: MapSettings, patch: tuple[int, in
             blocks = min(blocks_of_a_chunk(heads * settings.groups * step * reach), max(1, MOST_ROWS // step))
             return WindowTiling(queries, keys, step, reach, blocks, structure.first_query)
     rows = _rows_of_a_chunk(structure, batch * heads, patch[0])
-    lengths = aligned(queries, patch[0]), aligned(keys, patch[1])
+    # Patches may have fewer queries than are aligned; lengths that were not would have kernels of their own.
+    lengths = aligned(queries, max(patch[0], ALIGNMENT)), aligned(keys, patch[1])
     return RowTiling(*lengths, rows, tuple(_spans(structure, lengths[0], rows, patch[1], inputs.first_keys)))
 
 

@@ -54,7 +54,7 @@ TURNS = 64
 MERGED = (32, 4)
 # Queries and columns of a tile of `dcmha_distance_sums`, queries of a program, and its warps.
 DISTANCE_SUMS = (16, 128, 512, 4)
-# Positions of a program of `dcmha_matrices`, as many as a patch has queries at least, and its warps.
+# Positions of a program of `dcmha_matrices`, which divide lengths with padding, and its warps.
 MATRICES = (4, 4)
 
 

@@ -12,7 +12,7 @@ from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 from dynattn.modeling.ops.dcmha.triton import passes, tuning, workspace
 from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
 from dynattn.modeling.ops.dcmha.triton.attention import dcmha_triton
-from dynattn.modeling.ops.dcmha.triton.tiling import RowTiling, WindowTiling, add_blocks, choose_tiling
+from dynattn.modeling.ops.dcmha.triton.tiling import RowTiling, WindowTiling, add_blocks, aligned, choose_tiling
 
 from .test_triton import STATIC, Case, assert_no_noisier_than_the_reference, cast, random_inputs, run
 
@@ -259,3 +259,11 @@ def test_long_causal_windows_have_window_tilings(
     queries: int, keys: int, window: int | None, is_causal: bool, expected: type
 ) -> None:
     assert isinstance(tiling_of(queries, keys, window, is_causal=is_causal), expected)
+
+
+@pytest.mark.parametrize("queries", [1, 9, 16, 500])
+def test_lengths_are_aligned_whatever_the_queries_of_a_patch(queries: int) -> None:
+    """Otherwise kernels would be compiled anew for some lengths."""
+    tiling = tiling_of(queries, 500, None)
+    assert (tiling.queries, tiling.keys) == (aligned(queries), 512) and tiling.queries % 16 == 0
+    assert tiling.spans[-1][0].stop == tiling.queries
