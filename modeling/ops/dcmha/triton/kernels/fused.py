@@ -126,7 +126,7 @@ def dcmha_fused_statistics(
     first, last = reached_keys(where, here, block_t, block_s)
     for start in range(bound(first), bound(last), block_s):
         patch = make_patch(start + tl.arange(0, block_s), sizes, heads, block_t)
-        pre_key = load_key_terms(mixing.pre_key, patch.item, patch.s, sizes.all_keys, heads, padded, key_counts[0])
+        pre_key = load_key_terms(mixing.pre_key, patch, padded, key_counts[0])
         keys = load_rows(key, key_strides, patch.item, patch.s, real_keys, heads, share, padded, width)
         scores = by_query(rounded(product(queries, tl.permute(keys, (0, 2, 1))) * scaling, dtype))
         exponent = exponents(scores, pre_query, pre_key, where, patch)
@@ -174,8 +174,8 @@ def dcmha_fused_output(
     first, last = reached_keys(where, here, block_t, block_s)
     for start in range(bound(first), bound(last), block_s):
         patch = make_patch(start + tl.arange(0, block_s), sizes, heads, block_t)
-        pre_key = load_key_terms(mixing.pre_key, patch.item, patch.s, sizes.all_keys, heads, padded, key_counts[0])
-        post_key = load_key_terms(mixing.post_key, patch.item, patch.s, sizes.all_keys, heads, padded, key_counts[1])
+        pre_key = load_key_terms(mixing.pre_key, patch, padded, key_counts[0])
+        post_key = load_key_terms(mixing.post_key, patch, padded, key_counts[1])
         keys = load_rows(key, key_strides, patch.item, patch.s, real_keys, heads, share, padded, width)
         scores = by_query(rounded(product(queries, tl.permute(keys, (0, 2, 1))) * scaling, dtype))
         probs = exp2(exponents(scores, pre_query, pre_key, where, patch) - reference[:, None, :])

@@ -138,17 +138,17 @@ def widened(tiles):
 
 
 @triton.jit
-def load_key_terms(terms, item, positions, length, heads: tl.constexpr, padded: tl.constexpr, count: tl.constexpr):
-    """The terms of these keys, from packed terms `[items, length, count, H]`; empty tuples without any."""
+def load_key_terms(terms, patch, padded: tl.constexpr, count: tl.constexpr):
+    """The terms of a patch's keys, from packed terms `[items, S, count, H]`; empty tuples without any."""
     down, up, gate = (), (), ()
     if terms is not None:
-        places = terms_of(terms, item, length, positions, heads, padded, count)
+        places = terms_of(terms, patch.item, patch.sizes.all_keys, patch.s + patch.shift, patch.heads, padded, count)
         rank: tl.constexpr = count // 2
         for index in tl.static_range(rank):
-            down += (tl.permute(load_term(places, index, heads), (1, 0, 2)),)
-            up += (tl.permute(load_term(places, rank + index, heads), (1, 0, 2)),)
+            down += (tl.permute(load_term(places, index, patch.heads), (1, 0, 2)),)
+            up += (tl.permute(load_term(places, rank + index, patch.heads), (1, 0, 2)),)
         if count % 2:
-            gate += (tl.permute(load_term(places, count - 1, heads), (1, 0, 2)),)
+            gate += (tl.permute(load_term(places, count - 1, patch.heads), (1, 0, 2)),)
     return down, up, gate
 
 

@@ -95,9 +95,7 @@ def dcmha_matrix_statistics(
 ):
     """The log-sum-exp of each row of composed scores over a block of keys; minus infinity where it hides all keys."""
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
-    pre_key = load_key_terms(
-        mixing.pre_key, here.item, here.s + here.shift, sizes.all_keys, heads, padded, key_counts[0]
-    )
+    pre_key = load_key_terms(mixing.pre_key, here, padded, key_counts[0])
     first, last = reached_turns(where, here, turns, block_t, block_s)
     for turn in range(bound(first), bound(last)):
         patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
@@ -130,12 +128,8 @@ def dcmha_matrix_probs(
 ):
     """Replaces scores by composed probabilities."""
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
-    pre_key = load_key_terms(
-        mixing.pre_key, here.item, here.s + here.shift, sizes.all_keys, heads, padded, key_counts[0]
-    )
-    post_key = load_key_terms(
-        mixing.post_key, here.item, here.s + here.shift, sizes.all_keys, heads, padded, key_counts[1]
-    )
+    pre_key = load_key_terms(mixing.pre_key, here, padded, key_counts[0])
+    post_key = load_key_terms(mixing.post_key, here, padded, key_counts[1])
     first, last = reached_turns(where, here, turns, block_t, block_s)
     for turn in range(bound(first), bound(last)):
         patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
@@ -177,12 +171,8 @@ def dcmha_matrix_backward_post(
     """First half of the backward pass: composed probabilities, gradients of the probabilities and of the post terms."""
     dtype: tl.constexpr = grad_composed.dtype.element_ty
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
-    pre_key = load_key_terms(
-        mixing.pre_key, here.item, here.s + here.shift, sizes.all_keys, heads, padded, key_counts[0]
-    )
-    post_key = load_key_terms(
-        mixing.post_key, here.item, here.s + here.shift, sizes.all_keys, heads, padded, key_counts[1]
-    )
+    pre_key = load_key_terms(mixing.pre_key, here, padded, key_counts[0])
+    post_key = load_key_terms(mixing.post_key, here, padded, key_counts[1])
     key_gradients = no_key_gradients(post_key, block_t, block_s, padded)
     first, last = reached_turns(where, here, turns, block_t, block_s)
     for turn in range(bound(first), bound(last)):
@@ -244,9 +234,7 @@ def dcmha_matrix_backward_pre(
     """Second half of the backward pass: gradients of the scores and of the pre terms."""
     dtype: tl.constexpr = grad_probs.dtype.element_ty
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
-    pre_key = load_key_terms(
-        mixing.pre_key, here.item, here.s + here.shift, sizes.all_keys, heads, padded, key_counts[0]
-    )
+    pre_key = load_key_terms(mixing.pre_key, here, padded, key_counts[0])
     key_gradients = no_key_gradients(pre_key, block_t, block_s, padded)
     first, last = reached_turns(where, here, turns, block_t, block_s)
     for turn in range(bound(first), bound(last)):
