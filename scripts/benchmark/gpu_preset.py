@@ -69,7 +69,11 @@ GPU = (
     *(
         PresetPart(
             f"attention-{length}",
-            {"subjects": ["attention"], "implementations": ["triton", *FUSED_PLAIN], "batch_size": TOKENS // length}
+            {
+                "subjects": ["attention"],
+                "implementations": ["triton", "triton-graph", *FUSED_PLAIN],
+                "batch_size": TOKENS // length,
+            }
             | {"shapes": [f"{heads}@{length}" for heads in ("16x64", "32x128")]},
         )
         for length in (2048, 4096, 8192)

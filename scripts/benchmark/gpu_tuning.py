@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
-from dynattn.modeling.ops.dcmha.triton.devices import capability_of, shared_memory_of
+from dynattn.modeling.ops.dcmha.triton.devices import shared_memory_of
 
 from ..common.errors import first_line
 from ..common.measuring import sample
 from .arguments import BenchmarkArguments
 from .harness.accuracy import judge
+from .harness.cuda_graphs import captured
 from .harness.interruptions import check_device, end_when_hanging
 from .harness.settings import BenchmarkSettings, read_settings
 from .harness.shapes import parse_shape
@@ -27,14 +28,18 @@ COMPILING_SECONDS = 60.0
 # Shapes and windows to tune for, forward and backward: long sequences of both head widths, and a window.
 TUNED_SHAPES = (("16x64@4096", None), ("32x128@2048", None), ("16x64@4096", 256))
 TUNED_CANDIDATE, TUNED_BATCH, TRIAL_SAMPLES = "triton", 4, 5
-# (queries, keys, warps) of a tile; (queries, keys, warps, pipeline stages) in the kernels that hold all heads.
+# (queries, keys, warps) of a tile; (queries, keys, warps, stages of loading) in the kernels that hold all heads.
 TILES = tuple((queries, keys, warps) for queries in (8, 16, 32) for keys in (32, 64, 128) for warps in (4, 8))
-MATRIX_TILES = ((4, 16, 4, 3), (4, 32, 4, 3), (8, 16, 8, 3), (8, 16, 4, 3), (4, 16, 4, 4))
+MATRIX_TILES = {
+    "MATRIX_TILES_16": (
+        *((1, 16, 1, 3), (4, 16, 4, 3), (4, 16, 4, 4)),
+        *((1, 32, 1, 3), (4, 32, 4, 3), (4, 32, 4, 4), (4, 32, 4, 5)),
+    ),
+    "MATRIX_TILES_32": ((1, 16, 1, 3), (2, 16, 2, 3), (4, 16, 4, 3), (4, 16, 4, 4)),
+}
 
-# Which kernels serve: with this value the head-by-head kernels, for any number of heads; and whether a forward pass on
-# the tensor cores is fused.
+# Which kernels serve: with this value the head-by-head kernels, for any number of heads.
 FAMILY = TunableConstant("FEWEST_HEADS", (kernel_tuning.MOST_HEADS + 1,))
-FUSED = TunableConstant("FUSES_FORWARD", (True,))
 TILING = (
     TunableConstant("LARGEST_MAP", (1 << 26, 1 << 28)),
     TunableConstant("ROWS", (64, 256, 512)),
@@ -46,34 +51,21 @@ TENSOR_CORE_CONSTANTS = (
     *TILING,
     TunableConstant("TURNS", (16, 32, 128)),
     *(
-        TunableConstant(constant, MATRIX_TILES, name)
+        TunableConstant(constant, tiles, name)
         for name in kernel_tuning.MATRIX_TILES_16
-        for constant in ("MATRIX_TILES_16", "MATRIX_TILES_32")
+        for constant, tiles in MATRIX_TILES.items()
     ),
 )
-FUSED_TILES = {
-    "dcmha_fused_statistics": ((32, 16, 8, 2), (32, 16, 8, 1)),
-    "dcmha_fused_output": ((32, 16, 8, 1), (16, 16, 8, 2), (16, 16, 8, 1)),
-}
-
-
-def fused_constants(capability: int) -> tuple[TunableConstant, ...]:
-    """The tiles that a fused pass has on a GPU of this compute capability, as in 90."""
-    is_of_90 = kernel_tuning.fused_tiles_for(capability) is kernel_tuning.FUSED_TILES_90
-    name = "FUSED_TILES_90" if is_of_90 else "FUSED_TILES_80"
-    return tuple(TunableConstant(name, values, kernel) for kernel, values in FUSED_TILES.items())
 
 
 def compile_trials(arguments: BenchmarkArguments) -> Precompilation:
     """Begins to compile what the tuner will try if the kernels on the tensor cores are the faster ones."""
     device = torch.device(arguments.device)
-    target = Target(capability_of(device), shared_memory_of(device))
+    major, minor = torch.cuda.get_device_capability(device)
     trials: list[dict[TunableConstant, Any]] = [{}]
-    trials += [{constant: value} for constant in (FAMILY, FUSED, *TENSOR_CORE_CONSTANTS) for value in constant.values]
-    fused = fused_constants(target.capability)
-    trials += [{FUSED: True, constant: value} for constant in fused for value in constant.values]
+    trials += [{constant: value} for constant in (FAMILY, *TENSOR_CORE_CONSTANTS) for value in constant.values]
     calls = [Call(parse_shape(shape), TUNED_BATCH, window, torch.bfloat16) for shape, window in TUNED_SHAPES]
-    return Precompilation(trials, calls, target)
+    return Precompilation(trials, calls, Target(10 * major + minor, shared_memory_of(device)))
 
 
 def find_constants(
@@ -84,18 +76,14 @@ def find_constants(
     trial = make_trial(settings, TUNED_SHAPES, TUNED_CANDIDATE)
     if compiling is not None:
         compiling.wait(min(COMPILING_SECONDS, max(0.0, end - time.monotonic())))
-    return tune_the_faster(trial, capability_of(settings.device), lambda: time.monotonic() < end, log)
+    return tune_the_faster(trial, lambda: time.monotonic() < end, log)
 
 
-def tune_the_faster(
-    trial: Callable[[], float], capability: int, has_time: Callable[[], bool], log: TrialLog | None = None
-) -> Tuning:
-    """Finds the fastest kind of kernels, and the best constants of that kind on a GPU of this capability, as in 90."""
+def tune_the_faster(trial: Callable[[], float], has_time: Callable[[], bool], log: TrialLog | None = None) -> Tuning:
+    """Finds the faster kind of kernels, and the best constants of that kind."""
     log = log or TrialLog()
-    family = tune(kernel_tuning, (FAMILY, FUSED), trial, has_time, log)
+    family = tune(kernel_tuning, (FAMILY,), trial, has_time, log)
     constants = HEAD_BY_HEAD_CONSTANTS if family.best[FAMILY] in FAMILY.values else TENSOR_CORE_CONSTANTS
-    if family.best[FUSED]:
-        constants = fused_constants(capability) + constants
     with override_constants(kernel_tuning, family.best):
         rest = tune(kernel_tuning, constants, trial, has_time, log)
     return Tuning(family.best | rest.best, log.made, rest.finished)
@@ -105,6 +93,8 @@ def make_trial(
     settings: BenchmarkSettings, shapes: tuple[tuple[str, int | None], ...], name: str
 ) -> Callable[[], float]:
     """A trial that returns the seconds of a candidate's forward and backward pass, as the geometric mean over `shapes`.
+
+    On a GPU the passes are replayed by a CUDA graph: the time of launches does not depend on the constants.
 
     The trial raises ValueError if results are wrong, and DeviceLostError if it is the last one of this process.
 
@@ -136,7 +126,8 @@ def make_trial(
             if not judge(call(), exact, reference).correct:
                 raise ValueError("results are wrong")
             # The least, because what disturbs a sample only makes it longer, and by more than most constants change it.
-            seconds.append(min(sample(call, 1, settings.device) for _ in range(TRIAL_SAMPLES)))
+            timed = captured(call, settings.device) if settings.device.type == "cuda" else call
+            seconds.append(min(sample(timed, 1, settings.device) for _ in range(TRIAL_SAMPLES)))
         return statistics.geometric_mean(seconds)
 
     return trial

@@ -35,9 +35,7 @@ from dynattn.modeling.ops.dcmha.triton.decode import (
 )
 from dynattn.modeling.ops.dcmha.triton.kernels.registry import load_kernels
 from dynattn.modeling.ops.dcmha.triton.tuning import (
-    FUSED_HEADS,
     block_of,
-    fused_tiles_for,
     matrix_tiles_for,
     most_turns,
     tile_of_distance_sums,
@@ -50,12 +48,11 @@ from dynattn.modeling.ops.dcmha.triton.tuning import (
 from .kernel_configurations import (
     Configuration,
     DecodeConfiguration,
-    FusedConfiguration,
     HeadByHeadConfiguration,
     TensorCoreConfiguration,
     WindowConfiguration,
 )
-from .kernel_traffic import TERMS, Traffic, fused_traffic, tensor_core_traffic
+from .kernel_traffic import TERMS, Traffic, tensor_core_traffic
 
 # Bytes of shared memory that a program may have, by compute capability.
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -78,8 +75,6 @@ TENSOR_CORES = {
     "dcmha_matrix_backward_post": ("fp16", "map", "map", "fp32", "partial", "terms", "fp32"),
     "dcmha_matrix_backward_pre": ("fp16", "map", "map", "fp32", "partial", "terms", "fp32"),
 }
-# Keys that a program of a fused pass goes through.
-FUSED_KEYS = 2048
 
 
 class Compiled(NamedTuple):
@@ -118,8 +113,6 @@ def compile_configuration(configuration: Configuration, capability: int) -> dict
             return _compile_head_by_head(configuration, capability)
         case TensorCoreConfiguration():
             return _compile_tensor_cores(configuration, capability)
-        case FusedConfiguration():
-            return _compile_fused(configuration, capability)
         case WindowConfiguration():
             return _compile_window(configuration, capability)
         case DecodeConfiguration():
@@ -232,23 +225,6 @@ def _stage_arguments(configuration: TensorCoreConfiguration, *, has_query: bool,
     gradients: Any = (kind if is_given else "none" for kind, is_given in zip(partial, is_there, strict=True))
     terms = f"*{configuration.dtype_of_terms}" if has_query else "none"
     return {"partial": TermGradients(*gradients), "terms": terms, "map": f"*{dtype}"}
-
-
-def _compile_fused(configuration: FusedConfiguration, capability: int) -> dict[str, Compiled]:
-    heads, width, dtype, share, sides, has_mask = configuration
-    key_counts = tuple(TERMS if side else 0 for side in sides[1::2])
-    constants = {"heads": heads, "share": share, "width": width, "padded": FUSED_HEADS, "key_counts": key_counts}
-    compiled = {}
-    for name, (block_t, block_s, warps, stages) in fused_tiles_for(capability).items():
-        rows = 4 if name == "dcmha_fused_output" else 2  # query, key, value and output, or query and key
-        kinds = (*(f"*{dtype}",) * rows, "*fp32", _mixing(sides, dtype), *(STRIDES,) * rows, SIZES)
-        tile = constants | {"block_t": block_t, "block_s": block_s}
-        arguments = (*kinds, _masks(has_mask, is_window=False), "fp32")
-        kernel = compile_kernel(name, arguments, tile, capability, {(len(kinds),)}, num_warps=warps, num_stages=stages)
-        traffic = fused_traffic(configuration, name, FUSED_HEADS, block_t, FUSED_KEYS)
-        entries = FUSED_HEADS * block_t * block_s / (32 * warps)
-        compiled[name] = Compiled(kernel, entries, FUSED_KEYS // block_s, traffic)
-    return compiled
 
 
 def _compile_window(configuration: WindowConfiguration, capability: int) -> dict[str, Compiled]:

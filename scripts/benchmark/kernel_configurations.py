@@ -41,18 +41,6 @@ class TensorCoreConfiguration(NamedTuple):
         return 16 if self.heads <= 16 else 32
 
 
-class FusedConfiguration(NamedTuple):
-    """What the kernels of a fused forward pass are compiled for."""
-
-    heads: int = 16
-    width: int = 64
-    dtype: str = "bf16"
-    share: int = 1  # heads that share keys and values
-    # Whether there are matrices: of queries and of keys before the softmax, then of both after it.
-    sides: tuple[bool, bool, bool, bool] = (True,) * 4
-    has_mask: bool = False
-
-
 class WindowConfiguration(NamedTuple):
     """What the matrix products of causal windows are compiled for."""
 
@@ -78,9 +66,7 @@ class DecodeConfiguration(NamedTuple):
     has_tables: bool = False
 
 
-Configuration = (
-    HeadByHeadConfiguration | TensorCoreConfiguration | FusedConfiguration | WindowConfiguration | DecodeConfiguration
-)
+Configuration = HeadByHeadConfiguration | TensorCoreConfiguration | WindowConfiguration | DecodeConfiguration
 CONFIGURATIONS: dict[str, Configuration] = {
     "all terms, 16 heads": HeadByHeadConfiguration(),
     "all terms, 32 heads": HeadByHeadConfiguration(32),
@@ -126,13 +112,6 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "matrices, bias": TensorCoreConfiguration(has_bias=True),
     "matrices, gain": TensorCoreConfiguration(has_gain=True),
     "matrices, 32 heads, bias and gain": TensorCoreConfiguration(32, has_bias=True, has_gain=True),
-    "fused": FusedConfiguration(),
-    "fused, 12 heads, float16, masks": FusedConfiguration(12, dtype="fp16", has_mask=True),
-    "fused, width 40, shared keys": FusedConfiguration(width=40, share=4),
-    "fused, queries alone": FusedConfiguration(sides=(True, False, True, False)),
-    "fused, keys alone": FusedConfiguration(sides=(False, True, False, True)),
-    "fused, pre alone": FusedConfiguration(sides=(True, True, False, False)),
-    "fused, post alone": FusedConfiguration(sides=(False, False, True, True)),
     "window matmuls": WindowConfiguration(),
     "window matmuls, width 80, float16, several chunks": WindowConfiguration(80, "fp16", is_added=True),
     "window matmuls, width 128, shared keys": WindowConfiguration(128, share=4),

@@ -23,7 +23,7 @@ import triton
 from triton.backends.nvidia.compiler import get_ptxas
 
 from ..common.environment import source_commit, versions
-from .kernel_compilation import FUSED_KEYS, SHARED_MEMORY, Compiled, compile_axpy, compile_configuration
+from .kernel_compilation import SHARED_MEMORY, Compiled, compile_axpy, compile_configuration
 from .kernel_configurations import CONFIGURATIONS
 from .sass import disassemble, parse
 
@@ -37,10 +37,10 @@ HEADING = f"""`python -m {MODULE} model_cards/records/triton-compiled`
 
 Compiled ahead of time, not run: commit {{commit}}, triton {{triton}}, torch {{torch}}.
 
-Of a thread: registers (255 at most), bytes that it spills, and, where a kernel loops over heads, turns or keys,
+Of a thread: registers (255 at most), bytes that it spills, and, where a kernel loops over heads or turns,
 instructions for each (head, query, key) in that loop and outside of it. Of a program: shared memory. On paper, for the
-kernels on the tensor cores: bytes for each (head, query, key) of maps, and of rows and matrices, which many programs
-read and the second-level cache serves. The fused kernels are counted with {{keys}} keys.
+kernels on the tensor cores: bytes for each (head, query, key) of maps, and of matrices and terms, which many programs
+read and the second-level cache serves.
 """
 # The name of a kernel that tests the counting of instructions.
 AXPY = "axpy"
@@ -111,7 +111,7 @@ def compile_elsewhere(capability: int, *names: str) -> dict[str, Any]:
 
 def as_markdown(record: dict[str, Any]) -> str:
     """Returns the tables of a record."""
-    parts = [HEADING.format(commit=record["commit"], keys=FUSED_KEYS, **record["versions"])]
+    parts = [HEADING.format(commit=record["commit"], **record["versions"])]
     for capability, configurations in record["capabilities"].items():
         parts.append(f"\n**{capability}**\n\n| configuration | kernel | {' | '.join(COLUMNS.values())} |")
         parts.append(f"|{'---|' * (2 + len(COLUMNS))}")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dynattn.modeling.ops.dcmha.triton import fused, passes, tuning, workspace
+from dynattn.modeling.ops.dcmha.triton import passes, tuning, workspace
 from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
 
 from .harness.inputs import RANK
@@ -108,7 +108,6 @@ def compile_trial(trial: Mapping[TunableConstant, Any], call: Call, target: Targ
     with (
         override_constants(tuning, trial),
         override_attributes(workspace, {"load_kernels": lambda device: kernels}),
-        override_attributes(fused, {"capability_of": lambda device: target.capability}),
         override_attributes(passes, {"shared_memory_of": lambda device: target.shared_memory}),
         torch.no_grad(),
     ):

@@ -19,6 +19,7 @@ from dynattn.modeling.ops.masking import visible_keys
 from ..baselines import x_transformers
 from ..baselines.dcmha import attend_in_chunks, attend_whole
 from ..harness.accuracy import Results
+from ..harness.cuda_graphs import captured
 from ..harness.inputs import (
     COMPOSED,
     GATES,
@@ -43,6 +44,9 @@ SDPA_KERNELS = {
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
 }
+
+# How the names of candidates in CUDA graphs end.
+GRAPH = "-graph"
 
 # The environment variable that decides whether `chunked` compiles parts of itself, and its values by candidate. With
 # "auto" the op may begin to compile after a process has computed a lot, but not for float32 on a CPU.
@@ -70,6 +74,7 @@ def candidates(device: torch.device) -> list[Candidate]:
     sdpa = partial(make_candidate, role="plain", function=PLAIN, arrange=with_window_mask)
     found += [sdpa("sdpa", attend=partial(call_op, implementation="sdpa"))]
     if device.type == "cuda":
+        found += [make_graph_candidate("triton", "ours", COMPOSED, partial(call_op, implementation="triton"))]
         found += [sdpa(name, attend=partial(attend_sdpa, kernel=name)) for name in SDPA_KERNELS]
         found += [Candidate("flex", "plain", PLAIN, prepare_flex)]
     found += [make_candidate("matmul", "plain", PLAIN, attend_whole)]
@@ -120,6 +125,16 @@ def make_candidate(
         return compile_mode(mode)(call)
 
     return Candidate(name, role, function, prepare)
+
+
+def make_graph_candidate(name: str, role: Role, function: str, attend: Callable[[OpInputs], Tensor]) -> Candidate:
+    """`make_candidate` in a CUDA graph, which leaves out the time that launches take."""
+
+    def prepare(problem: OpProblem) -> Callable[[], Results]:
+        inputs = problem.inputs[function]
+        return captured(partial(evaluate, attend, inputs, backward=problem.backward), inputs.query.device)
+
+    return Candidate(f"{name}{GRAPH}", role, function, prepare)
 
 
 def call_op(inputs: OpInputs, implementation: str) -> Tensor:

@@ -20,11 +20,11 @@ from ..harness.inputs import COMPOSED, PLAIN, OpInputs, evaluate, make_inputs, r
 from ..harness.interface import COMPILED, Candidate, Case, Role, Subject
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
-from .attention import OpProblem, make_candidate, op_traffic
+from .attention import OpProblem, make_candidate, make_graph_candidate, op_traffic
 from .op_flops import decode_flops
 
-# The candidates that a CUDA graph can hold, and how their names end there.
-IN_GRAPHS, GRAPH = ("triton", "sdpa"), "-graph"
+# The candidates that are also measured in a CUDA graph.
+IN_GRAPHS = ("triton", "sdpa")
 
 
 def candidates(device: torch.device) -> list[Candidate]:
@@ -40,7 +40,7 @@ def candidates(device: torch.device) -> list[Candidate]:
         found += [make_candidate(f"{name}{COMPILED}", role, function, attend, compiles=True)]
     if device.type == "cuda":
         found += [
-            Candidate(f"{name}{GRAPH}", role, function, partial(prepare_graph, function=function, attend=attend))
+            make_graph_candidate(name, role, function, attend)
             for name, role, function, attend in entries
             if name in IN_GRAPHS
         ]
@@ -64,26 +64,6 @@ def attend_step(inputs: OpInputs, *, implementation: str) -> Tensor:
         sliding_window=None,
     )
     return output
-
-
-def prepare_graph(problem: OpProblem, *, function: str, attend: Callable[[OpInputs], Tensor]) -> Callable[[], Results]:
-    """Captures a step in a CUDA graph, whose replay is timed: engines run steps so, without Python around the op."""
-    inputs = problem.inputs[function]
-    call = partial(evaluate, attend, inputs, backward=False)
-    with torch.cuda.device_of(inputs.query):  # streams and graphs belong to the current device
-        torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):  # what a first call compiles and allocates cannot be captured
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = call()
-
-    def replay() -> Results:
-        graph.replay()
-        return results
-
-    return replay
 
 
 def prepare_official(problem: OpProblem, *, compiles: bool) -> Callable[[], Results]:

@@ -10,50 +10,24 @@ from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
 from dynattn.scripts.benchmark import gpu_tuning
 from dynattn.scripts.benchmark.gpu_tuning import make_trial
 from dynattn.scripts.benchmark.harness.settings import BenchmarkSettings
-from dynattn.scripts.benchmark.harness.tuning import TunableConstant, override_constants, tune
+from dynattn.scripts.benchmark.harness.tuning import TunableConstant, tune
 
 
-@pytest.mark.parametrize(
-    "constants",
-    [
-        gpu_tuning.HEAD_BY_HEAD_CONSTANTS,
-        gpu_tuning.TENSOR_CORE_CONSTANTS,
-        gpu_tuning.fused_constants(80),
-        gpu_tuning.fused_constants(90),
-    ],
-)
+@pytest.mark.parametrize("constants", [gpu_tuning.HEAD_BY_HEAD_CONSTANTS, gpu_tuning.TENSOR_CORE_CONSTANTS])
 def test_the_tuned_constants_are_those_of_the_kernels(constants: tuple[TunableConstant, ...]) -> None:
-    for constant in (gpu_tuning.FAMILY, gpu_tuning.FUSED, *constants):
+    for constant in (gpu_tuning.FAMILY, *constants):
         value = constant.current(kernel_tuning)
         assert all(type(value) is type(candidate) for candidate in constant.values)
-        assert not isinstance(value, tuple) or value in constant.values or constant.name == "FUSED_TILES_90"
+        assert not isinstance(value, tuple) or value in constant.values
 
 
-@pytest.mark.parametrize("capability", [80, 86, 90, 100])
-def test_a_fused_pass_is_tuned_by_the_constant_that_it_reads(capability: int) -> None:
-    tuned = gpu_tuning.fused_constants(capability)
-    for constant in tuned:
-        with override_constants(kernel_tuning, {constant: (8, 8, 4, 1)}):
-            assert kernel_tuning.fused_tiles_for(capability)[str(constant.entry)] == (8, 8, 4, 1)
-    assert {constant.entry for constant in tuned} == kernel_tuning.fused_tiles_for(capability).keys()
-
-
-@pytest.mark.parametrize("of_fused", [0.9, 1.1])
 @pytest.mark.parametrize(("of_loops", "expected"), [(0.5, "TILES[dcmha_probs]"), (2.0, "TURNS")])
-def test_only_the_fastest_kernels_are_tuned(of_loops: float, of_fused: float, expected: str) -> None:
-    def trial() -> float:
-        if kernel_tuning.FEWEST_HEADS > 32:
-            return of_loops
-        return of_fused if kernel_tuning.FUSES_FORWARD else 1.0
-
-    tuning = gpu_tuning.tune_the_faster(trial, 90, lambda: True)
-    is_fused = of_fused < 1 < of_loops
+def test_only_the_faster_kernels_are_tuned(of_loops: float, expected: str) -> None:
+    tuning = gpu_tuning.tune_the_faster(lambda: of_loops if kernel_tuning.FEWEST_HEADS > 32 else 1.0, lambda: True)
     assert tuning.finished and (tuning.best[gpu_tuning.FAMILY] > 32) == (of_loops < 1)
-    assert tuning.best[gpu_tuning.FUSED] is is_fused
     tried = {one["constant"] for one in tuning.trials}
     assert expected in tried
     assert ("TURNS" in tried) != ("TILES[dcmha_probs]" in tried)
-    assert ("FUSED_TILES_90[dcmha_fused_output]" in tried) is is_fused
 
 
 def test_the_trial_runs_the_candidate_with_the_constants_and_refuses_wrong_results(

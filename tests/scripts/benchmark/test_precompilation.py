@@ -60,6 +60,6 @@ def test_the_trials_of_the_tuner_are_compiled_for_the_device(monkeypatch: pytest
     gpu_tuning.compile_trials(BenchmarkArguments(device="cuda"))
     ((trials, calls, target),) = given
     assert target == (90, 232_448) and len(calls) == len(gpu_tuning.TUNED_SHAPES)
-    assert {} in trials and {gpu_tuning.FUSED: True} in trials
-    for constant in (*gpu_tuning.TENSOR_CORE_CONSTANTS, *gpu_tuning.fused_constants(90)):
+    assert {} in trials
+    for constant in (gpu_tuning.FAMILY, *gpu_tuning.TENSOR_CORE_CONSTANTS):
         assert {trial[constant] for trial in trials if constant in trial} == set(constant.values)

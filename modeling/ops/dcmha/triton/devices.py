@@ -8,12 +8,6 @@ import torch
 WARP = 32
 
 
-def capability_of(device: torch.device) -> int:
-    """Returns the compute capability, such as 90 for 9.0; on a CPU, which interprets the kernels, 80."""
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
-    return 10 * major + minor
-
-
 def shared_memory_of(device: torch.device) -> int:
     """Returns the bytes of shared memory that a program may have; on a CPU, which interprets the kernels, any number.
 

@@ -64,7 +64,8 @@ class CublasMatmuls(Matmuls):
         )
         self.score_query, self.score_key = self.query.to(work.score_dtype), self.key.to(work.score_dtype)
         if grad_output is None:
-            self.output = self.query.new_zeros(work.batch, work.queries, work.heads, width)
+            # Contiguous by head, so that a product can write to it.
+            self.output = self.query.new_zeros(work.batch, work.heads, work.queries, width).transpose(1, 2)
         else:
             self.grad_output = padded(grad_output.transpose(1, 2), 2, work.queries).contiguous()
             self.grad_query = torch.zeros_like(self.query)
@@ -81,8 +82,7 @@ class CublasMatmuls(Matmuls):
 
     def attend(self, chunk: MapChunk, probs: Tensor) -> None:
         """Writes `[items, c, H, D]` of the output, from maps `[items, H, c, n]`."""
-        rows = torch.bmm(self._grouped(probs), self._of_keys(self.value, chunk))
-        self.output[chunk.items, chunk.queries] = rows.view(*probs.shape[:3], -1).transpose(1, 2)
+        self._write(self.output.transpose(1, 2), chunk, self._grouped(probs), self._of_keys(self.value, chunk))
 
     def grad_composed(self, chunk: MapChunk) -> Tensor:
         """Returns `[items, H, c, n]` by one batched product."""
@@ -98,10 +98,7 @@ class CublasMatmuls(Matmuls):
         """Adds sums over the keys and over the queries of maps `[items, H, c, n]`."""
         grads, scaling = self._grouped(grads), self.work.scaling
         self._add(self.grad_key, chunk, grads, self._of_queries(self.query, chunk), scaling)
-        total = self.grad_query[chunk.items, :, chunk.queries]
-        rows = total.new_empty(*grads.shape[:2], total.shape[-1])
-        scaled_bmm(grads, self._of_keys(self.key, chunk), out=rows, scaling=scaling)
-        total.copy_(rows.view(total.shape))
+        self._write(self.grad_query, chunk, grads, self._of_keys(self.key, chunk), scaling)
 
     def gradients(self) -> dict[str, Tensor]:
         """Returns `[B, H, T, D]` and twice `[B, H_kv, S, D]`, without padding."""
@@ -122,6 +119,19 @@ class CublasMatmuls(Matmuls):
     def _of_keys(self, rows: Tensor, chunk: MapChunk) -> Tensor:
         """The rows of the chunk's keys in `[B * H_kv, S, D]`: a view `[items * H_kv, n, D]`."""
         return rows[chunk.items.start * self.kv_heads : chunk.items.stop * self.kv_heads, chunk.keys]
+
+    def _write(self, total: Tensor, chunk: MapChunk, maps: Tensor, rows: Tensor, scaling: float = 1.0) -> None:
+        """Writes `maps @ rows * scaling` for the chunk's queries to `total` `[B, H, T, D]`.
+
+        Maps `[items * H_kv, H / H_kv * c, n]` are grouped; rows are `[items * H_kv, n, D]`.
+        """
+        part = total[chunk.items, :, chunk.queries]
+        # Heads that share keys are rows of one product, which are not at one distance from each other in the total.
+        is_view = self.kv_heads == self.work.heads
+        product = part.flatten(0, 1) if is_view else part.new_empty(*maps.shape[:2], part.shape[-1])
+        scaled_bmm(maps, rows, out=product, scaling=scaling)
+        if not is_view:
+            part.copy_(product.view(part.shape))
 
     def _add(self, total: Tensor, chunk: MapChunk, maps: Tensor, rows: Tensor, scaling: float = 1.0) -> None:
         """Adds `maps^T @ rows * scaling` to the chunk's keys in `total` `[B * H_kv, S, D]`.

@@ -1,7 +1,4 @@
-"""The forward and the backward pass of `dcmha_triton`: matrix products with composition between them.
-
-A forward pass may also be fused (`fused.py`).
-"""
+"""The forward and the backward pass of `dcmha_triton`: matrix products with composition between them."""
 
 from collections.abc import Sequence
 
@@ -14,7 +11,6 @@ from .composers.interface import KernelComposer
 from .composers.tensor_cores import TensorCoreComposer
 from .devices import shared_memory_of
 from .distance_columns import DistanceColumns, sums_needed
-from .fused import attend_fused, is_fused
 from .matmuls import CublasMatmuls, Matmuls
 from .matrices import filled_up
 from .tuning import composes_on_tensor_cores
@@ -29,8 +25,6 @@ MOST_ELEMENTS = 1 << 30
 def attend(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tensor]:
     """Returns the output `[B, T, H, D]` and the log-sum-exp of each row of composed scores, `[B, H, T]` in float32."""
     kind = composer_class_for(inputs, settings)
-    if kind is TensorCoreComposer and is_fused(inputs):
-        return attend_fused(inputs, settings)
     work = Workspace(inputs, settings, ("scores", *kind.maps(inputs, backward=False)), kind.patch_of(inputs))
     composer = kind(work, inputs, DistanceColumns(work, inputs), backward=False)
     matmuls = choose_matmuls(work)(work, inputs)

@@ -9,7 +9,7 @@ gradients: padding keys are hidden, and the output of padding queries has a grad
 chunk" and "Windows", has the reasons.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -120,22 +120,6 @@ class WindowTiling:
         """The keys that blocks from `start` up to `stop` reach."""
         first = self._first + self.before
         return slice(first + start * self.step, first + (stop - 1) * self.step + self.reach)
-
-
-Tiler = Callable[[MapInputs, MapSettings, tuple[int, int]], RowTiling | WindowTiling]
-
-
-def whole_tiling(inputs: MapInputs, settings: MapSettings, patch: tuple[int, int]) -> RowTiling:
-    """Returns the tiling for kernels that keep no maps: one chunk of all queries and keys, or none if there are none.
-
-    Args:
-        inputs: the op's tensors, of which only the shapes are read.
-        settings: the op's other arguments, which are not read.
-        patch: the sides of a patch, of which the chunk's numbers of queries and of keys are multiples.
-    """
-    lengths = aligned(inputs.query.shape[2], patch[0]), aligned(inputs.key.shape[2], patch[1])
-    spans = ((slice(0, lengths[0]), slice(0, lengths[1])),) if all(lengths) else ()
-    return RowTiling(*lengths, lengths[0], spans)
 
 
 def choose_tiling(inputs: MapInputs, settings: MapSettings, patch: tuple[int, int]) -> RowTiling | WindowTiling:

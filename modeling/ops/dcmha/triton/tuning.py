@@ -33,21 +33,13 @@ TILE_OF_GAINS = (16, 64, 4)
 # more load ahead). Matrix instructions need at least 16 keys, and a warp a query.
 MATRIX_TILES_16 = {
     "dcmha_matrix_statistics": (4, 32, 4, 3),
-    "dcmha_matrix_probs": (4, 32, 4, 3),
-    "dcmha_matrix_backward_post": (4, 16, 4, 3),
-    "dcmha_matrix_backward_pre": (4, 16, 4, 3),
+    "dcmha_matrix_probs": (4, 32, 4, 4),
+    "dcmha_matrix_backward_post": (4, 16, 4, 4),
+    "dcmha_matrix_backward_pre": (1, 16, 1, 3),
 }
 MATRIX_TILES_32 = dict.fromkeys(MATRIX_TILES_16, (4, 16, 4, 3))
 # Bytes of shared memory that the kernels on the tensor cores take at most, with 16 and with 32 heads.
 MATRIX_MEMORY = {16: 65_536, 32: 131_072}
-# Whether forward passes on the tensor cores are fused. A program holds the output of some queries, which bounds the
-# heads and the channels; and all items together need enough queries to make many programs.
-FUSES_FORWARD = False
-FUSED_HEADS, FUSED_WIDTH, FEWEST_QUERIES = 16, 64, 8192
-# Queries and keys of a patch, warps and stages of loading in the kernels of a fused forward pass: for devices with the
-# shared memory of compute capability 9.0, and for others.
-FUSED_TILES_90 = {"dcmha_fused_statistics": (32, 32, 8, 2), "dcmha_fused_output": (32, 16, 8, 2)}
-FUSED_TILES_80 = {"dcmha_fused_statistics": (32, 16, 8, 2), "dcmha_fused_output": (32, 16, 8, 1)}
 # The largest number of blocks of queries that a program goes through: a power of two.
 TURNS = 64
 # Queries of a program of `dcmha_merge`, and its warps.
@@ -122,16 +114,6 @@ def matrix_tiles_for(padded: int) -> dict[str, tuple[int, int, int, int]]:
     # Kernels write in place, which is safe if no two threads load the same element.
     assert all(padded * queries * keys >= WARP * warps for queries, keys, warps, _ in tiles.values())
     return tiles
-
-
-def fuses_forward(heads: int, width: int, queries: int) -> bool:
-    """Whether a forward pass on the tensor cores is fused, by the heads of an item and the queries of all items."""
-    return FUSES_FORWARD and heads <= FUSED_HEADS and width <= FUSED_WIDTH and queries >= FEWEST_QUERIES
-
-
-def fused_tiles_for(capability: int) -> dict[str, tuple[int, int, int, int]]:
-    """Returns the patch, the warps and the stages of each kernel of a fused pass, for a capability such as 90."""
-    return FUSED_TILES_90 if capability in (90, 100, 103) else FUSED_TILES_80
 
 
 def most_turns() -> int:

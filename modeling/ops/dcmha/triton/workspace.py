@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ...masking import Structure, split_mask
 from .arguments import MapChunk, MapInputs, MapSettings, Sizes, Visibility, unspecialized
 from .kernels.registry import load_kernels
-from .tiling import MOST_PROGRAMS, Tiler, add_blocks, choose_tiling
+from .tiling import MOST_PROGRAMS, add_blocks, choose_tiling
 from .tuning import items_of_a_chunk, tile_of_merge
 
 # In place of a window where there is none: farther apart than any two positions.
@@ -31,19 +31,11 @@ class Workspace:
     Args:
         inputs: the op's tensors.
         settings: the op's other arguments.
-        maps: the names of the buffers. Without any, a chunk has all items, if a grid takes them.
+        maps: the names of the buffers.
         patch: the sides of a patch, of which a chunk's numbers of queries and of keys are multiples.
-        tile: makes the tiling of the inputs.
     """
 
-    def __init__(
-        self,
-        inputs: MapInputs,
-        settings: MapSettings,
-        maps: Sequence[str],
-        patch: tuple[int, int],
-        tile: Tiler = choose_tiling,
-    ) -> None:
+    def __init__(self, inputs: MapInputs, settings: MapSettings, maps: Sequence[str], patch: tuple[int, int]) -> None:
         self.batch, self.heads, _, _ = inputs.query.shape
         self.kernels = load_kernels(inputs.query.device)
         self.structure = Structure.of_call(
@@ -52,14 +44,14 @@ class Workspace:
         self.scaling, self.groups = settings.scaling, settings.groups
         self.dtype, self.device = inputs.value.dtype, inputs.query.device
         self.score_dtype = torch.float32 if self.dtype == torch.float32 else torch.float16
-        self.tiling = tile(inputs, settings, patch)
+        self.tiling = choose_tiling(inputs, settings, patch)
         self.queries, self.keys = self.tiling.queries, self.tiling.keys
         self.mask, self.bias = self._masks(inputs.mask)
         self.first_keys = None
         if inputs.first_keys is not None:
             first_keys = inputs.first_keys.to(self.device, torch.int64).clamp(0, self.structure.keys).to(torch.int32)
             self.first_keys = padded(first_keys, 1, self.queries).contiguous()
-        elements = self.heads * self.tiling.largest if maps else 0  # of an item's map
+        elements = self.heads * self.tiling.largest  # of an item's map
         most = min(items_of_a_chunk(elements * self.groups), MOST_PROGRAMS // self.groups)
         rows = max(1, min(self.batch // self.groups, most))
         self.items = rows * self.groups

@@ -10,7 +10,6 @@ from dynattn.modeling.ops.dcmha.triton.tuning import MATRIX_MEMORY
 from dynattn.scripts.benchmark.kernel_configurations import (
     CONFIGURATIONS,
     DecodeConfiguration,
-    FusedConfiguration,
     HeadByHeadConfiguration,
     TensorCoreConfiguration,
 )
@@ -24,7 +23,6 @@ RECORD = Path(__file__).parents[4] / "model_cards" / "records" / "triton-compile
 SPILLED, SPILLED_IN_DECODING = 4, 16
 # On the tensor cores it is some values of every turn, by the number of heads.
 SPILLED_ON_TENSOR_CORES = {16: 32, 32: 1440}
-SPILLED_WHERE_FUSED = 768
 # Instructions of threads for a (head, query, key), with ten percent to spare.
 INSTRUCTIONS = {
     "all terms, 16 heads": {
@@ -39,7 +37,6 @@ INSTRUCTIONS = {
         "dcmha_matrix_backward_post": 81,
         "dcmha_matrix_backward_pre": 67,
     },
-    "fused": {"dcmha_fused_statistics": 30, "dcmha_fused_output": 51},
 }
 
 
@@ -90,8 +87,6 @@ def test_kernels_fit_and_do_not_spill(configuration: str, compiled: tuple[int, A
         limit *= 2
     if isinstance(kind, TensorCoreConfiguration):
         limit = SPILLED_ON_TENSOR_CORES[kind.padded]
-    if isinstance(kind, FusedConfiguration):
-        limit = SPILLED_WHERE_FUSED
     for kernel in takes[configuration].values():
         assert kernel["shared"] <= kernel_compilation.SHARED_MEMORY[capability]
         assert kernel["spilled"] <= limit

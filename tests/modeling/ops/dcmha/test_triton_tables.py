@@ -19,7 +19,6 @@ from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
 from dynattn.modeling.ops.dcmha.triton.attention import _forward_op
 from dynattn.modeling.ops.dcmha.triton.composers.head_by_head import HeadByHeadComposer
 from dynattn.modeling.ops.dcmha.triton.decode import _decode_op
-from dynattn.modeling.ops.dcmha.triton.fused import is_fused
 from dynattn.modeling.ops.dcmha.triton.paged_decode import decode_pages
 from dynattn.modeling.ops.dcmha.triton.passes import composer_class_for
 
@@ -122,13 +121,6 @@ def test_half_precision_does_not_round_a_composed_bias_to_that_of_scores(is_comp
     bias = "composed_bias" if is_composed else "position_bias"
     inputs = inputs._replace(pre_key=torch.empty(1, 9, 3, 16), **{bias: torch.empty(9, 16)})
     assert (composer_class_for(inputs, MapSettings(1.0, True, None, 1)) is HeadByHeadComposer) == is_composed
-
-
-def test_fused_passes_leave_tables_to_passes_with_maps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "FUSES_FORWARD", True)
-    rows = torch.empty(1, 16, tuning.FEWEST_QUERIES, 4, device="meta")
-    inputs = MapInputs(*(rows,) * 3, *(None for _ in MapInputs._fields[3:]))
-    assert is_fused(inputs) and not is_fused(inputs._replace(position_gain=torch.empty(9, 16)))
 
 
 @torch.no_grad()

@@ -25,6 +25,6 @@ def test_masks_and_blocks_of_keys_are_those_of_the_op(
     torch.testing.assert_close(call_op(masked, "sdpa"), expected)
 
 
-def test_gpus_have_more_plain_attentions() -> None:
+def test_gpus_have_more_candidates() -> None:
     usual, on_gpus = ({one.name for one in candidates(torch.device(name))} for name in ("cpu", "cuda"))
-    assert on_gpus - usual == {"sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "flex"}
+    assert on_gpus - usual == {"triton-graph", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "flex"}

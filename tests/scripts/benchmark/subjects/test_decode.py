@@ -14,8 +14,8 @@ from dynattn.scripts.benchmark.arguments import BenchmarkArguments
 from dynattn.scripts.benchmark.harness.inputs import COMPOSED, PLAIN
 from dynattn.scripts.benchmark.harness.settings import read_settings
 from dynattn.scripts.benchmark.harness.shapes import parse_shape
-from dynattn.scripts.benchmark.subjects.attention import OpProblem
-from dynattn.scripts.benchmark.subjects.decode import attend_step, candidates, cases, packed, prepare_graph
+from dynattn.scripts.benchmark.subjects.attention import OpProblem, make_graph_candidate
+from dynattn.scripts.benchmark.subjects.decode import attend_step, candidates, cases, packed
 
 
 def test_factors_are_views_that_kernels_read_in_place() -> None:
@@ -46,8 +46,8 @@ def test_a_graph_is_captured_on_its_device_after_a_first_call_and_replayed(monke
     events: list[str] = []
 
     @contextmanager
-    def device_of(tensor: torch.Tensor) -> Iterator[None]:
-        events.append(f"on {tensor.device}")
+    def on(device: torch.device) -> Iterator[None]:
+        events.append(f"on {device}")
         yield
         events.append("as before")
 
@@ -59,14 +59,15 @@ def test_a_graph_is_captured_on_its_device_after_a_first_call_and_replayed(monke
         events.append("call")
         return attend_step(inputs, implementation="eager")
 
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("synchronize"))
     for name in ("stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", partial(object))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     inputs = inputs_of(COMPOSED, 1, 9)
-    call = prepare_graph(OpProblem({COMPOSED: inputs}, backward=False), function=COMPOSED, attend=attend)
+    candidate = make_graph_candidate("eager", "ours", COMPOSED, attend)
+    call = candidate.prepare(OpProblem({COMPOSED: inputs}, backward=False))
     assert events == ["on cpu", "synchronize", "call", "synchronize", "call", "as before"]
     assert torch.equal(call()["output"], attend_step(inputs, implementation="eager"))
     assert events[-1] == "replay"

@@ -196,17 +196,11 @@ def compose(rounded_tiles, tiles, hidden, of_queries, of_keys):
 
 
 @triton.jit
-def exponents(score, of_queries, of_keys, where, patch):
-    """Composed and masked scores `[block_t, block_s, padded]` times log2(e), as `exp2` needs them."""
+def exponents(score, of_queries, of_keys, where, tables, patch, padded: tl.constexpr):
+    """Composed, masked and biased scores `[block_t, block_s, padded]` times log2(e), as `exp2` needs them."""
     tiles = widened(score)
     composed = compose(score, tiles, gather(tiles, of_keys), of_queries, of_keys)
-    return composed * LOG2_E + make_penalty(where, patch)[:, :, None]
-
-
-@triton.jit
-def biased_exponents(score, of_queries, of_keys, where, tables, patch, padded: tl.constexpr):
-    """`exponents` with a bias by distance, if there is one."""
-    exponent = exponents(score, of_queries, of_keys, where, patch)
+    exponent = composed * LOG2_E + make_penalty(where, patch)[:, :, None]
     if tables.bias is not None:
         exponent += _by_distance(tables.bias, tables, where, patch, padded) * LOG2_E
     return exponent
@@ -216,7 +210,7 @@ def biased_exponents(score, of_queries, of_keys, where, tables, patch, padded: t
 def probabilities(score, of_queries, of_keys, lse, where, tables, patch, padded: tl.constexpr):
     """The softmax over composed scores, `[block_t, block_s, padded]`; zero for padding heads."""
     reference = load_of_queries(lse, patch, padded, float("inf")) * LOG2_E
-    return exp2(biased_exponents(score, of_queries, of_keys, where, tables, patch, padded) - reference[:, None, :])
+    return exp2(exponents(score, of_queries, of_keys, where, tables, patch, padded) - reference[:, None, :])
 
 
 @triton.jit

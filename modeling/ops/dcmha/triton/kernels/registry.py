@@ -17,10 +17,9 @@ def load_kernels(device: torch.device) -> dict[str, Any]:
         raise ValueError(f"implementation='triton' runs on CUDA devices, not on {device.type!r}; use 'chunked'")
     from .decode import DECODE_KERNELS
     from .distance_sums import DISTANCE_KERNELS
-    from .fused import FUSED_KERNELS
     from .head_by_head import HEAD_BY_HEAD_KERNELS
     from .tensor_cores import TENSOR_CORE_KERNELS
     from .window_matmuls import WINDOW_KERNELS
 
     between = HEAD_BY_HEAD_KERNELS | TENSOR_CORE_KERNELS | DISTANCE_KERNELS
-    return between | WINDOW_KERNELS | FUSED_KERNELS | DECODE_KERNELS
+    return between | WINDOW_KERNELS | DECODE_KERNELS

@@ -41,8 +41,8 @@ as in `head_by_head`, but no bias comes before the composition.
 
 from .matrix_tiles import (
     add_key_gradients,
-    biased_exponents,
     compose,
+    exponents,
     gained,
     gather,
     load,
@@ -100,7 +100,7 @@ def dcmha_matrix_statistics(
     for turn in range(bound(first), bound(last)):
         patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
         pre_query = load_matrices(mixing.pre_query, patch.item, patch.t, sizes.all_queries, padded)
-        exponent = biased_exponents(load(scores, patch, padded), pre_query, pre_key, where, tables, patch, padded)
+        exponent = exponents(load(scores, patch, padded), pre_query, pre_key, where, tables, patch, padded)
         reference = finite(tl.max(exponent, axis=1))
         total = tl.sum(exp2(exponent - reference[:, None, :]), axis=1)
         store_of_queries(partial_lse, (reference + tl.log2(total)) / LOG2_E, patch, padded)
