@@ -84,11 +84,6 @@ GPU = (
         | {"implementations": ["triton", "sdpa"], "rounds": 5},
     ),
     PresetPart(
-        "official",
-        {"subjects": ["attention"], "shapes": ["16x64@2048", "32x128@2048", "16x64@4096", "32x128@4096"]}
-        | {"implementations": ["triton", "sdpa-flash", "flex", *OFFICIAL], "batch_size": 2},
-    ),
-    PresetPart(
         "window",
         {"subjects": ["attention"], "shapes": ["16x64@4096", "32x128@4096"], "window": 256}
         | {"implementations": ["triton", "triton-plain", *WINDOWED_PLAIN], "batch_size": TOKENS // 4096},
@@ -102,6 +97,11 @@ GPU = (
         "decode-16",
         {"subjects": ["decode"], "shapes": ["16x64@2048", "32x128@2048", "32x128@8192"], "batch_size": 16}
         | {"implementations": DECODING},
+    ),
+    PresetPart(
+        "official",
+        {"subjects": ["attention"], "shapes": ["16x64@2048", "32x128@2048", "16x64@4096", "32x128@4096"]}
+        | {"implementations": ["triton", "sdpa-flash", "flex", *OFFICIAL], "batch_size": 2},
     ),
     PresetPart(
         "training-405m-4096",

@@ -220,8 +220,8 @@ def _masks(has_mask: bool, is_window: bool) -> Any:
 def _stage_arguments(configuration: TensorCoreConfiguration, *, has_query: bool, has_key: bool) -> dict[str, Any]:
     """Kinds of the arguments that depend on which sides of a stage there are."""
     dtype, sides = configuration.dtype, (has_query, has_key)
-    partial = ("*bf16" if dtype == "bf16" else "*fp32", "*fp32", "*fp32")
-    is_there = (*sides, configuration.has_static)
+    partial = ("*bf16" if dtype == "bf16" else "*fp32", "*fp32", "*fp32", "i32")
+    is_there = (*sides, configuration.has_static, True)
     gradients: Any = (kind if is_given else "none" for kind, is_given in zip(partial, is_there, strict=True))
     terms = f"*{configuration.dtype_of_terms}" if has_query else "none"
     return {"partial": TermGradients(*gradients), "terms": terms, "map": f"*{dtype}"}

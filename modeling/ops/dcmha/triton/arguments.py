@@ -124,8 +124,9 @@ class TermGradients(NamedTuple):
     """What each program adds to the gradients of a stage's terms and static matrix; None where there are none."""
 
     query: Tensor | None  # [items, blocks of n, c, terms, H]
-    key: Tensor | None  # [items, programs along c, n, terms, H], float32
+    key: Tensor | None  # [items, slots, n of S, terms, H], float32: the kernel adds to it
     static: Tensor | None  # [patches, padded, padded], float32; zero before the kernel runs
+    slots: int  # programs along c that may have the same keys, `unspecialized`
 
 
 class Statics(NamedTuple):

@@ -24,7 +24,7 @@ ALIGNMENT = 16
 # The programs that CUDA takes along the second and along the third side of a grid, along which kernels have the blocks
 # of queries of a chunk, and items. The first side takes more.
 MOST_PROGRAMS = 65535
-# The most queries of a chunk, where a program works on 4 of them, the fewest with the shipped tiles.
+# The most queries of a chunk, whose programs have at least 4 of them each with the shipped constants.
 MOST_ROWS = MOST_PROGRAMS * 4
 
 
@@ -56,6 +56,10 @@ class RowTiling:
     def columns(self, keys: slice) -> int:
         """Returns `n`, the number of columns of the maps of a chunk with these keys."""
         return keys.stop - keys.start
+
+    def overlap(self, queries: int) -> int:
+        """How many programs of a chunk have the same keys, if each has this number of queries, the last one fewer."""
+        return -(-min(self.rows, self.queries) // queries)
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,13 @@ class WindowTiling:
     def columns(self, keys: slice) -> int:
         """Returns `n`, the number of columns of all maps."""
         return self.reach
+
+    def overlap(self, queries: int) -> int:
+        """After how many programs there is none any more with the same keys, if each has this number of queries.
+
+        The number divides `step`.
+        """
+        return self.step // queries * -(-self.reach // self.step)
 
     @property
     def _first(self) -> int:

@@ -61,9 +61,9 @@ def test_steps_launch_what_compiles_and_lengths_compile_few_variants() -> None:
     """A training step, one in float32's way and a decoding step; then prompts and caches of any length."""
     *launched, variants, of_decoding = run_elsewhere("sm_90", "bfloat16", 1, 3, 9, "variants")
     assert list(map(set, launched)) == [TENSOR_CORES | WINDOW, HEAD_BY_HEAD, DECODING]
-    # Chunks with one, two, four or eight turns, and windows with padding before the first key or without.
+    # Chunks of rows, and windows with padding before the first key or without.
     assert set(variants) == (TENSOR_CORES | WINDOW) - BACKWARD
-    assert max(variants.values()) <= 4 + 2
+    assert max(variants.values()) <= 1 + 2
     # One block of keys in a split or several, one split or several.
     assert set(of_decoding) == DECODING
     assert max(of_decoding.values()) <= 4

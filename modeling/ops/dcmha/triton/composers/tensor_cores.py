@@ -1,7 +1,8 @@
 """Composition on the tensor cores (`kernels.tensor_cores`): a matrix for each query, and the terms of each key.
 
 Before the other kernels run, the queries' terms of a stage become matrices (`matrices.py`). The backward kernels write
-partial sums of the gradients of terms, not of matrices. `DESIGN.md`, "On the tensor cores", has the reasons.
+partial sums of the gradients of terms, not of matrices; those of keys' terms are added up over the chunks. `DESIGN.md`,
+"On the tensor cores", has the reasons.
 """
 
 import functools
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import ColumnTables, MapChunk, MapInputs, Mixing, TermGradients
+from ..arguments import ColumnTables, MapChunk, MapInputs, Mixing, TermGradients, unspecialized
 from ..distance_columns import DistanceColumns
 from ..matrices import count_terms, filled_up, key_counts, make_mixing, padded_terms
 from ..tuning import matrix_tiles_for, most_turns
@@ -69,16 +70,24 @@ class TensorCoreComposer(KernelComposer):
 
     def gradients(self) -> dict[str, Tensor]:
         """Returns `[B, T or S, terms, H]` without padding, and static matrices `[H, H]`."""
+        totals = {name: total.sum(1) if "key" in name else total for name, total in self.sums.items()}
         return {
             name: total if "static" in name else self.work.without_padding(total, of_keys="key" in name)
-            for name, total in self.sums.items()
+            for name, total in totals.items()
         }
 
     def _sums(self) -> dict[str, Tensor]:
-        """Zeros for the gradients of terms, `[B, length, terms, H]`, and of static matrices, `[H, H]`."""
-        of_terms = {name: terms for name, terms in self.terms.items() if terms is not None}
-        statics = {f"{stage}_static": static for stage, static in self.statics.items() if static is not None}
-        return {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in (of_terms | statics).items()}
+        """Zeros for the gradients of terms and of static matrices.
+
+        They are `[B, length, terms, H]` for queries, `[B, slots, length, terms, H]` for keys and `[H, H]` for matrices.
+        """
+        shapes = {f"{stage}_static": static.shape for stage, static in self.statics.items() if static is not None}
+        for name, terms in self.terms.items():
+            if terms is not None:
+                batch, *others = terms.shape
+                slots = (self._slots(f"dcmha_matrix_backward_{name.split('_')[0]}"),) if "key" in name else ()
+                shapes[name] = torch.Size((batch, *slots, *others))
+        return {name: torch.zeros(shape, device=self.work.device) for name, shape in shapes.items()}
 
     def _launch(self, name: str, chunk: MapChunk, tables: ColumnTables, *arguments: Any, **constants: int) -> None:
         """Launches a kernel on all patches of a chunk, with its own arguments and those that all kernels have."""
@@ -86,8 +95,8 @@ class TensorCoreComposer(KernelComposer):
         sides = zip(self.mixing, (chunk.queries, chunk.keys, chunk.queries, chunk.keys), strict=True)
         mixing = Mixing(*(_of_chunk(part, chunk.items, positions) for part, positions in sides))
         items, queries, keys = chunk.counts
-        turns = self._turns(name, chunk)
-        self.work.kernels[name][keys // block_s, queries // (block_t * turns), items](
+        turns = self._turns(name)
+        self.work.kernels[name][keys // block_s, -(-queries // (block_t * turns)), items](
             *arguments,
             mixing,
             chunk.sizes,
@@ -104,14 +113,22 @@ class TensorCoreComposer(KernelComposer):
             num_stages=stages,
         )
 
-    def _turns(self, name: str, chunk: MapChunk) -> int:
-        """The number of turns of a program: a divisor of the number of blocks, in a window's block or in the chunk."""
-        return math.gcd((chunk.where.step or chunk.sizes.queries) // self.tiles[name][0], most_turns())
+    def _turns(self, name: str) -> int:
+        """The number of turns of a program, whose queries are all in one block of a window."""
+        step = self.work.tiling.step
+        return most_turns() if step is None else math.gcd(step // self.tiles[name][0], most_turns())
+
+    def _slots(self, name: str) -> int:
+        """How many programs may add to the gradients of the same key at once."""
+        return self.work.tiling.overlap(self.tiles[name][0] * self._turns(name))
 
     def _launch_backward(
         self, name: str, stage: str, chunk: MapChunk, tables: ColumnTables, *maps: Tensor, lse: Tensor
     ) -> None:
-        """Launches a kernel on maps `[items, H, c, n]`, and adds its partial gradients to those of the stage."""
+        """Launches a kernel on maps `[items, H, c, n]`, and adds its partial gradients to those of the stage.
+
+        The kernel itself adds those of keys' terms.
+        """
         terms = _of_chunk(self.terms[f"{stage}_query"], chunk.items, chunk.queries)
         partial = self._partial(name, stage, chunk)
         self._launch(name, chunk, tables, *maps, partial, terms, lse, query_count=count_terms(terms))
@@ -119,29 +136,28 @@ class TensorCoreComposer(KernelComposer):
             torch.sum(
                 partial.query, 1, dtype=torch.float32, out=self.sums[f"{stage}_query"][chunk.items, chunk.queries]
             )
-        if partial.key is not None:
-            self.work.add_keys(self.sums[f"{stage}_key"], partial.key, chunk)
         if partial.static is not None:
             heads = self.work.heads
             self.sums[f"{stage}_static"] += partial.static.sum(0)[:heads, :heads].t()
 
     def _partial(self, name: str, stage: str, chunk: MapChunk) -> TermGradients:
-        """Allocates what each program adds to the gradients, in the shapes of `TermGradients`.
+        """What the programs of a kernel write or add to, in the shapes of `TermGradients`.
 
         The parts of queries, of which every patch has one, are bfloat16 if the maps are, to save memory.
         """
         query, key = self.terms[f"{stage}_query"], self.terms[f"{stage}_key"]
         block_t, block_s, *_ = self.tiles[name]
         items, queries, keys = chunk.counts
-        blocks, programs = keys // block_s, queries // (block_t * self._turns(name, chunk))
+        blocks = keys // block_s
         patches = items * blocks * (queries // block_t)
         square = patches, self.padded, self.padded
         dtype = torch.bfloat16 if self.work.dtype == torch.bfloat16 else torch.float32
         new = functools.partial(torch.empty, device=self.work.device)
         return TermGradients(
             None if query is None else new(items, blocks, queries, *query.shape[2:], dtype=dtype),
-            None if key is None else new(items, programs, keys, *key.shape[2:], dtype=torch.float32),
+            None if key is None else self.sums[f"{stage}_key"][chunk.items, :, chunk.keys],
             None if self.statics[stage] is None else torch.zeros(square, dtype=torch.float32, device=self.work.device),
+            unspecialized(self._slots(name)),
         )
 
 

@@ -31,12 +31,16 @@ def make_patch(
 
 @triton.jit
 def reached_turns(where, patch, turns: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr):
-    """The turns, from a first one up to an end, whose queries are near enough to see a key of the program."""
+    """The turns, from a first one up to a last one, whose queries are near enough to see a key of the program.
+
+    The last one is not included. The third result is the number of turns: the last program of a chunk may have fewer.
+    """
+    count = tl.minimum(turns, patch.sizes.queries // block_t - tl.program_id(1) * turns)
     key = tl.program_id(0) * block_s + patch.shift + original(where.start)
     query = tl.program_id(1) * turns * block_t + original(where.position)
-    first = tl.minimum(tl.maximum(key - where.ahead - query, 0) // block_t, turns)
-    last = tl.minimum(tl.cdiv(tl.maximum(key + block_s + where.behind - query, 0), block_t), turns)
-    return first, tl.maximum(first, last)
+    first = tl.minimum(tl.maximum(key - where.ahead - query, 0) // block_t, count)
+    last = tl.minimum(tl.cdiv(tl.maximum(key + block_s + where.behind - query, 0), block_t), count)
+    return first, tl.maximum(first, last), count
 
 
 @triton.jit
@@ -328,20 +332,26 @@ def _places_of_queries(partial, patch, padded: tl.constexpr, count: tl.constexpr
 
 
 @triton.jit
-def store_gradients_of_key_terms(partial, gradients, patch, padded: tl.constexpr):
-    """Writes a program's part of the gradients of its keys' terms, in `[items, programs, n, count, H]`."""
-    if partial is not None:
+def add_gradients_of_key_terms(partial, gradients, patch, padded: tl.constexpr):
+    """Adds a program's part of the gradients of its keys' terms to `partial.key`."""
+    if partial.key is not None:
         count: tl.constexpr = len(gradients)
-        program = patch.item * tl.num_programs(1) + tl.program_id(1)
-        target = terms_of(partial, program, patch.sizes.keys, patch.s, patch.heads, padded, count)
+        slots = original(partial.slots)
+        # Programs that share a slot have other keys, or come one after the other. Each element has one thread.
+        slot = patch.item * slots + tl.program_id(1) % slots
+        keys = patch.s + patch.shift
+        target = terms_of(partial.key, slot, patch.sizes.all_keys, keys, patch.heads, padded, count)
         for index in tl.static_range(count):
-            store_term(target, index, tl.sum(gradients[index], axis=0)[:, None, :], patch.heads)
+            added = tl.sum(gradients[index], axis=0)[:, None, :]
+            store_term(target, index, load_term(target, index, patch.heads) + added, patch.heads)
 
 
 @triton.jit
-def store_gradient_of_static(partial, grad, tiles, turn, turns: tl.constexpr, padded: tl.constexpr):
+def store_gradient_of_static(partial, grad, tiles, patch, padded: tl.constexpr):
     """Writes a patch's part `[padded, padded]` of the gradient of the static matrix, if there is one."""
     if partial is not None:
-        program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-        place = partial + _entries(program * turns + turn + tl.arange(0, 1), padded)
+        block_t: tl.constexpr = patch.t.shape[0]
+        strip = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        number = strip * (patch.sizes.queries // block_t) + tl.min(patch.t, axis=0) // block_t
+        place = partial + _entries(number + tl.arange(0, 1), padded)
         tl.store(place, tl.sum(gradients_of_queries(grad, tiles), axis=0, keep_dims=True))

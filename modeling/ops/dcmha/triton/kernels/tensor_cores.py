@@ -40,6 +40,7 @@ as in `head_by_head`, but no bias comes before the composition.
 """
 
 from .matrix_tiles import (
+    add_gradients_of_key_terms,
     add_key_gradients,
     compose,
     exponents,
@@ -56,7 +57,6 @@ from .matrix_tiles import (
     reached_turns,
     store,
     store_gradient_of_static,
-    store_gradients_of_key_terms,
     store_gradients_of_query_terms,
     store_matrices,
     store_no_gradients_of_query_terms,
@@ -96,7 +96,7 @@ def dcmha_matrix_statistics(
     """The log-sum-exp of each row of composed scores over a block of keys; minus infinity where it hides all keys."""
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
     pre_key = load_key_terms(mixing.pre_key, here, padded, key_counts[0])
-    first, last = reached_turns(where, here, turns, block_t, block_s)
+    first, last, count = reached_turns(where, here, turns, block_t, block_s)
     for turn in range(bound(first), bound(last)):
         patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
         pre_query = load_matrices(mixing.pre_query, patch.item, patch.t, sizes.all_queries, padded)
@@ -104,7 +104,7 @@ def dcmha_matrix_statistics(
         reference = finite(tl.max(exponent, axis=1))
         total = tl.sum(exp2(exponent - reference[:, None, :]), axis=1)
         store_of_queries(partial_lse, (reference + tl.log2(total)) / LOG2_E, patch, padded)
-    for turn in range(turns):
+    for turn in range(bound(count)):
         if (turn < first) | (turn >= last):
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             store_of_queries(partial_lse, tl.full([block_t, padded], float("-inf"), tl.float32), patch, padded)
@@ -130,7 +130,7 @@ def dcmha_matrix_probs(
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
     pre_key = load_key_terms(mixing.pre_key, here, padded, key_counts[0])
     post_key = load_key_terms(mixing.post_key, here, padded, key_counts[1])
-    first, last = reached_turns(where, here, turns, block_t, block_s)
+    first, last, count = reached_turns(where, here, turns, block_t, block_s)
     for turn in range(bound(first), bound(last)):
         patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
         pre_query = load_matrices(mixing.pre_query, patch.item, patch.t, sizes.all_queries, padded)
@@ -141,7 +141,7 @@ def dcmha_matrix_probs(
         # many as there are threads, and what is stored at its place depends on that load.
         half = rounded(weight, scores.dtype.element_ty)
         store(probs, compose(half, weight, gather(weight, post_key), post_query, post_key), patch, padded)
-    for turn in range(turns):
+    for turn in range(bound(count)):
         if (turn < first) | (turn >= last):
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             store(probs, tl.zeros([block_t, block_s, padded], tl.float32), patch, padded)
@@ -153,7 +153,7 @@ def dcmha_matrix_backward_post(
     grad_composed,  # [items, H, c, n], of the composed probabilities; written: those of the probabilities
     probs,  # [items, H, c, n], written: the composed probabilities
     partial_delta,  # [items, n / block_s, H, c], float32
-    partial,  # `TermGradients`, written
+    partial,  # `TermGradients`, written and added to
     terms,  # [items, c of T, terms, H], those of queries after the softmax, or None
     lse,  # [items, H, c of T], float32
     mixing,
@@ -174,7 +174,7 @@ def dcmha_matrix_backward_post(
     pre_key = load_key_terms(mixing.pre_key, here, padded, key_counts[0])
     post_key = load_key_terms(mixing.post_key, here, padded, key_counts[1])
     key_gradients = no_key_gradients(post_key, block_t, block_s, padded)
-    first, last = reached_turns(where, here, turns, block_t, block_s)
+    first, last, count = reached_turns(where, here, turns, block_t, block_s)
     for turn in range(bound(first), bound(last)):
         patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
         pre_query = load_matrices(mixing.pre_query, patch.item, patch.t, sizes.all_queries, padded)
@@ -198,8 +198,8 @@ def dcmha_matrix_backward_post(
         key_gradients = add_key_gradients(key_gradients, grad, weight, hidden, hidden_grads)
         half = rounded(weight, dtype)
         store_gradients_of_query_terms(partial.query, terms, half_grad, half, patch, padded, query_count)
-        store_gradient_of_static(partial.static, half_grad, half, turn, turns, padded)
-    for turn in range(turns):
+        store_gradient_of_static(partial.static, half_grad, half, patch, padded)
+    for turn in range(bound(count)):
         if (turn < first) | (turn >= last):
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             store(probs, tl.zeros([block_t, block_s, padded], tl.float32), patch, padded)
@@ -207,7 +207,7 @@ def dcmha_matrix_backward_post(
                 store(tables.pairs, tl.zeros([block_t, block_s, padded], tl.float32), patch, padded)
             store_no_gradients_of_query_terms(partial.query, patch, padded, query_count)
             store_of_queries(partial_delta, tl.zeros([block_t, padded], tl.float32), patch, padded)
-    store_gradients_of_key_terms(partial.key, key_gradients, here, padded)
+    add_gradients_of_key_terms(partial, key_gradients, here, padded)
 
 
 @triton.jit
@@ -216,7 +216,7 @@ def dcmha_matrix_backward_pre(
     grad_probs,  # [items, H, c, n], of the probabilities
     grad_scores,  # [items, H, c, n], written
     delta,  # [items, H, c of T], float32
-    partial,  # `TermGradients`, written
+    partial,  # `TermGradients`, written and added to
     terms,  # [items, c of T, terms, H], those of queries before the softmax, or None
     lse,  # [items, H, c of T], float32
     mixing,
@@ -236,7 +236,7 @@ def dcmha_matrix_backward_pre(
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
     pre_key = load_key_terms(mixing.pre_key, here, padded, key_counts[0])
     key_gradients = no_key_gradients(pre_key, block_t, block_s, padded)
-    first, last = reached_turns(where, here, turns, block_t, block_s)
+    first, last, count = reached_turns(where, here, turns, block_t, block_s)
     for turn in range(bound(first), bound(last)):
         patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
         pre_query = load_matrices(mixing.pre_query, patch.item, patch.t, sizes.all_queries, padded)
@@ -253,15 +253,15 @@ def dcmha_matrix_backward_pre(
         key_gradients = add_key_gradients(key_gradients, grad, tiles, gather(tiles, pre_key), hidden_grads)
         half = rounded(tiles, dtype)
         store_gradients_of_query_terms(partial.query, terms, half_grad, half, patch, padded, query_count)
-        store_gradient_of_static(partial.static, half_grad, half, turn, turns, padded)
-    for turn in range(turns):
+        store_gradient_of_static(partial.static, half_grad, half, patch, padded)
+    for turn in range(bound(count)):
         if (turn < first) | (turn >= last):
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
             store(grad_scores, tl.zeros([block_t, block_s, padded], tl.float32), patch, padded)
             if tables.pairs is not None:
                 store(tables.pairs, tl.zeros([block_t, block_s, padded], tl.float32), patch, padded)
             store_no_gradients_of_query_terms(partial.query, patch, padded, query_count)
-    store_gradients_of_key_terms(partial.key, key_gradients, here, padded)
+    add_gradients_of_key_terms(partial, key_gradients, here, padded)
 
 
 @triton.jit
