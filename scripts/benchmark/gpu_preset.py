@@ -86,7 +86,7 @@ GPU = (
     PresetPart(
         "window",
         {"subjects": ["attention"], "shapes": ["16x64@4096", "32x128@4096"], "window": 256}
-        | {"implementations": ["triton", "triton-plain", *WINDOWED_PLAIN], "batch_size": TOKENS // 4096},
+        | {"implementations": ["triton", "triton-graph", "triton-plain", *WINDOWED_PLAIN], "batch_size": TOKENS // 4096},
     ),
     PresetPart(
         "decode-1",
