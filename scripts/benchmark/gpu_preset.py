@@ -85,8 +85,13 @@ GPU = (
     ),
     PresetPart(
         "window",
-        {"subjects": ["attention"], "shapes": ["16x64@4096", "32x128@4096"], "window": 256}
-        | {"implementations": ["triton", "triton-graph", "triton-plain", *WINDOWED_PLAIN], "batch_size": TOKENS // 4096},
+        {
+            "subjects": ["attention"],
+            "shapes": ["16x64@4096", "32x128@4096"],
+            "window": 256,
+            "batch_size": TOKENS // 4096,
+        }
+        | {"implementations": ["triton", "triton-graph", "triton-plain", *WINDOWED_PLAIN]},
     ),
     PresetPart(
         "decode-1",

@@ -37,7 +37,7 @@ MATRIX_TILES_16 = {
     "dcmha_matrix_backward_post": (4, 16, 4, 4),
     "dcmha_matrix_backward_pre": (1, 16, 1, 3),
 }
-MATRIX_TILES_32 = dict.fromkeys(MATRIX_TILES_16, (4, 16, 4, 3))
+MATRIX_TILES_32 = dict.fromkeys(MATRIX_TILES_16, (4, 16, 4, 3)) | {"dcmha_matrix_backward_post": (1, 16, 1, 3)}
 # Bytes of shared memory that the kernels on the tensor cores take at most, with 16 and with 32 heads.
 MATRIX_MEMORY = {16: 65_536, 32: 131_072}
 # The largest number of blocks of queries that a program goes through: a power of two.
