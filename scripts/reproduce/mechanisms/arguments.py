@@ -16,11 +16,11 @@ class MechanismsArguments:
     """
 
     output: str = field(default="runs/mechanisms", metadata={"help": "folder of the study"})
-    preset: Literal["cpu", "in-context", "gpu"] = field(
+    preset: Literal["cpu", "deeper", "in-context", "gpu"] = field(
         default="cpu",
         metadata={
-            "help": "tasks and sizes: small tasks for two layers of width 64, the in-context families of the DCFormer "
-            "paper for the same, or larger tasks for four layers of width 256"
+            "help": "tasks and sizes: small tasks for two layers of width 64, recall in two steps for three, the "
+            "in-context families of the DCFormer paper for two, or larger tasks for four layers of width 256"
         },
     )
     tasks: list[str] | None = field(default=None, metadata={"help": "names of tasks; all of the preset if not given"})

@@ -6,7 +6,7 @@ from typing import Any
 
 from .arms import Size
 from .in_context import IN_CONTEXT
-from .tasks import LARGE, TASKS, Task
+from .tasks import DEEPER, LARGE, TASKS, Task
 
 # A model that is right this often has solved its task.
 SOLVED = 0.99
@@ -34,6 +34,7 @@ class Preset:
 PRESETS = {
     "cpu": Preset(Size(64, heads=4, head_dim=16, layers=2), TASKS, batch=32, steps=2000),
     "in-context": Preset(Size(64, heads=4, head_dim=16, layers=2), IN_CONTEXT, batch=32, steps=4000),
+    "deeper": Preset(Size(64, heads=4, head_dim=16, layers=3), DEEPER, batch=32, steps=4000),
     "gpu": Preset(Size(256, heads=8, head_dim=32, layers=4), LARGE, batch=256, steps=10_000, score_every=200),
 }
 

@@ -73,29 +73,38 @@ class Recall:
 
 
 @dataclass(frozen=True)
-class TwoHops:
-    """Recall in two steps: the two-hop case of k-hop induction (Sanford et al., arXiv 2402.09268).
+class Hops:
+    """Recall in one step and in more: k-hop induction (Sanford et al., arXiv 2402.09268) with all k up to `hops`.
 
-    Pairs state a random map of `symbols` onto themselves; then each symbol asks for the image of its image. In a cycle
-    of one or two symbols the answer is the symbol itself: with 5 symbols for 2 of 5 questions.
+    Pairs state a random map of `symbols` onto themselves. Then each symbol, with a number of steps behind it, asks
+    where so many steps lead, once for every number. Three layers that were asked for two steps alone did not learn
+    them.
     """
 
     symbols: int
+    hops: int = 2
 
     @property
     def vocabulary(self) -> int:
-        return self.symbols
+        return self.symbols + self.hops
 
     @property
     def length(self) -> int:
-        return 3 * self.symbols
+        return 2 * self.symbols * (1 + self.hops)
 
     def sample(self, number: int, random: Generator) -> tuple[Tensor, Tensor]:
+        """Symbols are the first tokens, and numbers of steps the last ones, which ask."""
         image = permutations(number, self.symbols, random)
-        sources, questions = (permutations(number, self.symbols, random) for _ in range(2))
+        sources = permutations(number, self.symbols, random)
         facts = torch.stack([sources, image.gather(1, sources)], dim=2).flatten(1)
+        reached = [image]
+        for _ in range(self.hops - 1):
+            reached.append(image.gather(1, reached[-1]))
+        order = permutations(number, self.symbols * self.hops, random)
+        questions = torch.stack([order % self.symbols, self.symbols + order // self.symbols], dim=2).flatten(1)
         tokens = torch.cat([facts, questions], dim=1)
-        return tokens, asked_at(tokens, slice(2 * self.symbols, None), image.gather(1, image.gather(1, questions)))
+        answers = torch.cat(reached, dim=1).gather(1, order)
+        return tokens, asked_at(tokens, slice(2 * self.symbols + 1, None, 2), answers)
 
 
 @dataclass(frozen=True)
@@ -218,14 +227,15 @@ TASKS: dict[str, Task] = {
     "recall-12": Recall(12),
     "selective-copy-4": SelectiveCopy(4, 12, alphabet=8),
     "ordered-match-2": OrderedMatch(2, letters=6, values=8),
-    "two-hops-5": TwoHops(5),
     "find-block-3": FindBlock(3, letters=8),
 }
+# For three layers: two do not lead two steps far.
+DEEPER: dict[str, Task] = {"hops-4": Hops(4)}
 # As many positions as a task has, and twice the load.
 LARGE: dict[str, Task] = {
     "recall-32": Recall(32, values=64),
     "recall-64": Recall(64, values=128),
-    "two-hops-32": TwoHops(32),
+    "hops-16": Hops(16),
     "find-block-20": FindBlock(20, size=5, letters=40),
     "ordered-match-12": OrderedMatch(12, letters=20, values=48),
     "selective-copy-16": SelectiveCopy(16, 240),

@@ -1,5 +1,6 @@
 """The study of mechanisms: its tasks against their definitions, its statistics, and a tiny one from end to end."""
 
+import functools
 import json
 import math
 import random
@@ -31,11 +32,11 @@ from dynattn.scripts.reproduce.mechanisms.tasks import (
     LARGE,
     TASKS,
     FindBlock,
+    Hops,
     OrderedMatch,
     Recall,
     SelectiveCopy,
     Task,
-    TwoHops,
 )  # fmt: skip
 from dynattn.scripts.reproduce.mechanisms.training import rate_at, run_one
 
@@ -70,10 +71,13 @@ def test_recall_asks_for_the_value_behind_each_key():
         assert targets == [IGNORED] * 10 + [facts[key] for key in tokens[10:]]
 
 
-def test_two_hops_asks_for_the_image_of_the_image():
-    for tokens, targets in zip(*draw(TwoHops(6)), strict=True):
-        image = dict(zip(tokens[0:12:2], tokens[1:12:2], strict=True))
-        assert targets == [IGNORED] * 12 + [image[image[symbol]] for symbol in tokens[12:]]
+def test_hops_ask_where_one_step_and_more_lead():
+    for tokens, targets in zip(*draw(Hops(5, hops=3)), strict=True):
+        image = dict(zip(tokens[0:10:2], tokens[1:10:2], strict=True))
+        questions = [(tokens[at], tokens[at + 1] - 4) for at in range(10, 40, 2)]
+        assert sorted(questions) == [(symbol, steps) for symbol in range(5) for steps in (1, 2, 3)]
+        answers = [functools.reduce(lambda at, _: image[at], range(steps), symbol) for symbol, steps in questions]
+        assert targets == [IGNORED] * 10 + [each for answer in answers for each in (IGNORED, answer)]
 
 
 def test_find_block_has_one_answer_that_no_single_letter_tells():
@@ -126,7 +130,7 @@ def test_no_in_context_word_is_missed():
         assert {word for words in drawn for word in words} <= set(task.words)
 
 
-@pytest.mark.parametrize("task", [Recall(8), TwoHops(12), FindBlock(6), OrderedMatch(5), SelectiveCopy(8, 40)])
+@pytest.mark.parametrize("task", [Recall(8), Hops(12), FindBlock(6), OrderedMatch(5), SelectiveCopy(8, 40)])
 def test_no_constant_answer_is_often_right(task: Task):
     _, targets = draw(task, 2000)
     answers = [target for row in targets for target in row if target != IGNORED]
@@ -155,9 +159,9 @@ def test_sequences_that_are_scored_are_not_learned_from(monkeypatch: pytest.Monk
 
     original = training.answers
     monkeypatch.setattr(training, "answers", remember)
-    task = TwoHops(3)  # of which there are 216 sequences
-    preset = Preset(Size(8, heads=2, head_dim=4, layers=1), {"two-hops-3": task}, batch=64, steps=5, held_out=40)
-    run_one(Run("two-hops-3", "plain", 1, 2, 0, 1e-3), preset)
+    task = Hops(3, hops=1)  # of which there are 216 sequences
+    preset = Preset(Size(8, heads=2, head_dim=4, layers=1), {"hops-3": task}, batch=64, steps=5, held_out=40)
+    run_one(Run("hops-3", "plain", 1, 2, 0, 1e-3), preset)
     scored = task.sample(40, Generator().manual_seed(training.HELD_OUT_SEED))[0].tolist()
     assert len(learned) > 150 and not [row for row in learned if row in scored]
 
@@ -270,7 +274,7 @@ def test_heads_to_solve_takes_each_arm_where_it_was_run():
     """Composition cannot have a single head, and one attention was run on one of two tasks."""
     runs = [finished("recall-12", "plain", seed, 100, heads) for heads in (1, 2, 4) for seed in range(3)]
     runs += [finished("recall-12", "full", seed, 100, heads) for heads in (2, 4) for seed in range(3)]
-    runs += [finished("two-hops-5", arm, seed, None, 2) for arm in ("plain", "mdha") for seed in range(3)]
+    runs += [finished("selective-copy-4", arm, seed, None, 2) for arm in ("plain", "mdha") for seed in range(3)]
     settings = {"steps": 10, "batch": 50, "learning_rates": [1e-3], "tuning_seed": 9}
     refused = [{"arm": arm, "heads": 1, "reason": "takes at least 2 heads"} for arm in ("full", "rank-1")]
     text = table(make_record(runs, {**settings, "refused": refused}))
@@ -306,7 +310,7 @@ def test_runs_of_another_length_are_not_drawn_as_if_they_were_of_this_one(
 def test_an_arm_has_one_color_in_all_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The legend is that of one panel, and panels may lack arms."""
     runs = [finished("recall-12", arm, seed, 9) for arm in ("plain", "differential", "mdha") for seed in range(2)]
-    runs += [finished("two-hops-5", arm, seed, 9) for arm in ("plain", "mdha") for seed in range(2)]
+    runs += [finished("selective-copy-4", arm, seed, 9) for arm in ("plain", "mdha") for seed in range(2)]
     drawn: list[Any] = []
     monkeypatch.setattr(figures.plt, "close", drawn.append)
     settings = {"steps": 10, "batch": 50, "learning_rates": [1e-3], "tuning_seed": 9}
