@@ -10,8 +10,8 @@ from .accuracy import Results
 from .settings import BenchmarkSettings
 from .shapes import Shape
 
-# The names of candidates that go through `torch.compile` end with this.
-COMPILED = "-compiled"
+# The names of candidates that go through `torch.compile`, and of those in a CUDA graph, end with these.
+COMPILED, GRAPH = "-compiled", "-graph"
 Role = Literal["ours", "plain", "other"]
 Pass = Literal["forward", "forward+backward"]
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...common.markdown import aligned_table
+from ..harness.interface import GRAPH
 from ..subjects.parts import WHOLE
 
 Record = Mapping[str, Any]
@@ -14,6 +15,9 @@ gradients as one vector; "wrong" is a tensor that is off by more than {rms:g} ti
 dtype ({largest:g} times for the largest single deviation), and gets no ratio. `of peak` counts composition as work and
 divides by the rate of a large matrix product. `peak` is the most memory above the inputs, results included. `first` is
 the first call, compilation included."""
+GRAPH_NOTE = """\
+Candidates in a CUDA graph replay what one call launched: their times lack the launches by the CPU, and they have taken
+their memory before."""
 PROFILE_NOTE = """\
 Parts are timed inside whole calls, in interleaved rounds of their own; `share` is of the call. The floor of a matrix
 product is its FLOPs over visible pairs at the rate of a large square product ({product:,.0f} GFLOP/s). The floor of any
@@ -27,6 +31,8 @@ inside."""
 def format_record(record: Record) -> str:
     """Metadata of the run, how to read the tables, and one table for each case."""
     parts = [_heading(record), NOTE.format(**record["error_multiples"])]
+    if any(row["name"].endswith(GRAPH) for case in record["cases"] for row in case["rows"]):
+        parts.append(GRAPH_NOTE)
     if any("profile" in row for case in record["cases"] for row in case["rows"]):
         rates = [record["machine"][f"{name}_per_second"] / 1e9 for name in ("gemm_flops", "pass_elements")]
         parts += [PROFILE_NOTE.format(product=rates[0], elements=rates[1])]
@@ -75,7 +81,7 @@ def _part_cells(part: Record, whole: float) -> list[str]:
 def _cells(row: Record, peak: float, with_tokens: bool) -> list[str]:
     timing, verdict = row["timing"], row["verdict"]
     cells = [row["name"], *(f"{timing[name] * 1e3:.4g}" for name in ("median", "minimum", "spread")), str(timing["n"])]
-    cells += [_ratio(row), f"{row['peak_bytes'] / 2**20:.3g}"]
+    cells += [_ratio(row), "" if row["name"].endswith(GRAPH) else f"{row['peak_bytes'] / 2**20:.3g}"]
     cells += [f"{row['flops_per_second'] / peak:.1%}" if verdict["correct"] else ""]
     cells += ["" if verdict[name] is None else f"{verdict[name]:.1e}" for name in ("output_error", "gradient_error")]
     cells += [f"{row['first_seconds']:.3g}"]

@@ -33,7 +33,7 @@ from ..harness.inputs import (
     reference_results,
     requiring_grad,
 )
-from ..harness.interface import COMPILED, Candidate, Case, Role, Subject
+from ..harness.interface import COMPILED, GRAPH, Candidate, Case, Role, Subject
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
 from .op_flops import attention_flops
@@ -44,9 +44,6 @@ SDPA_KERNELS = {
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-
-# How the names of candidates in CUDA graphs end.
-GRAPH = "-graph"
 
 # The environment variable that decides whether `chunked` compiles parts of itself, and its values by candidate. With
 # "auto" the op may begin to compile after a process has computed a lot, but not for float32 on a CPU.

@@ -106,9 +106,11 @@ def make_once(run: Run, corpus: Corpus, path: Path) -> None:
     if path.exists():
         print(f"{label}: done before", flush=True)
         return
-    result = run_one(run, corpus, path.with_suffix(".checkpoint.pt")) | provenance()
+    checkpoint = path.with_suffix(".checkpoint.pt")
+    result = run_one(run, corpus, checkpoint) | provenance()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, result, indent=1)
+    checkpoint.unlink(missing_ok=True)  # only now that nothing is lost with it
     bits, accuracy = (result["validation"][name] for name in ("bits_per_character", "accuracy"))
     seconds = result["wall_seconds"]
     print(f"{label}: validation {bits:.4f} bits per character, accuracy {accuracy:.4f}, {seconds:.0f} s", flush=True)

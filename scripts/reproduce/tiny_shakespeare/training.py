@@ -28,7 +28,7 @@ def run_one(run: Run, corpus: Corpus, checkpoint: Path) -> dict[str, Any]:
 
     Args:
         checkpoint: file from which an interrupted run resumes; it is written after every pass over the text except
-            the last, and removed at the end.
+            the last.
     """
     torch.manual_seed(run.seed)
     model = make_model(run, corpus)
@@ -39,7 +39,6 @@ def run_one(run: Run, corpus: Corpus, checkpoint: Path) -> dict[str, Any]:
         scores: dict[str, Any] = {"validation": evaluate(model, held_out(run, corpus))}
     else:
         scores = {"validation": progress.validations[progress.best_pass], "validations": progress.validations}
-    checkpoint.unlink(missing_ok=True)
     return {
         "settings": run.settings(),
         "data": corpus.description,

@@ -159,7 +159,6 @@ def check_that_it_goes_on(run: Run, corpus: Corpus, checkpoint: Path, expected: 
     found = training.run_one(run, corpus, checkpoint)
     for name in ("curve", "train", "validation", "validations"):
         assert found.get(name) == expected.get(name)
-    assert not checkpoint.exists()
 
 
 def test_an_interrupted_run_goes_on_after_its_last_pass_as_if_nothing_had_happened(
@@ -167,7 +166,7 @@ def test_an_interrupted_run_goes_on_after_its_last_pass_as_if_nothing_had_happen
 ):
     corpus, checkpoint = corpus_of(129), tmp_path / "run.checkpoint.pt"
     run = run_of(replace(TINY, steps=20))  # 8 segments to a pass
-    expected = training.run_one(run, corpus, checkpoint)
+    expected = training.run_one(run, corpus, tmp_path / "other.checkpoint.pt")
     calls = kill_at(monkeypatch, "read_segment", 13)
     check_that_it_goes_on(run, corpus, checkpoint, expected)
     assert calls == [13 + 12 + 4 + 4]  # the updates after the first pass, then the segments of both splits
@@ -181,7 +180,7 @@ def test_an_interrupted_run_does_not_go_on_with_another_text(
     source = {**corpus.sources["train"], "sha256": "1"}
     other = replace(corpus, train=corpus.train.flip(0), sources={"train": source, "validation": source})
     run = run_of(replace(TINY, steps=20))
-    expected = training.run_one(run, corpus, checkpoint)
+    expected = training.run_one(run, corpus, tmp_path / "other.checkpoint.pt")
     kill_at(monkeypatch, "read_segment", 13)
     with pytest.raises(KeyboardInterrupt):
         training.run_one(run, other, checkpoint)
@@ -219,7 +218,7 @@ def test_a_run_without_an_end_goes_on_with_its_validations(
 ):
     corpus, checkpoint = corpus_of(65), tmp_path / "run.checkpoint.pt"
     run = run_of(replace(TINY, steps=12, patience=9))
-    expected = training.run_one(run, corpus, checkpoint)
+    expected = training.run_one(run, corpus, tmp_path / "other.checkpoint.pt")
     assert len(expected["validations"]) == 3
     kill_at(monkeypatch, "evaluate", 3)
     check_that_it_goes_on(run, corpus, checkpoint, expected)
@@ -243,6 +242,24 @@ def test_groups_that_run_for_days_are_asked_for_by_name():
         kinds = {fields["attention_type"] for fields in plan.GROUPS[name].variants.values()}
         acts = {fields.get("hidden_act", setting.hidden_act) for fields in plan.GROUPS[name].variants.values()}
         assert kinds == set(TYPES) and acts == {"relu", "relu2"}
+
+
+def test_the_checkpoint_goes_when_the_result_is_written_and_not_before(
+    small_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run, corpus, path = run_of(replace(TINY, steps=10)), corpus_of(65), tmp_path / "runs/run.json"
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space left on device")
+
+    path.parent.mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(job, "write_json", full)
+        with pytest.raises(OSError, match="no space"):
+            job.make_once(run, corpus, path)
+    assert [file.name for file in path.parent.iterdir()] == ["run.checkpoint.pt"]
+    job.make_once(run, corpus, path)
+    assert [file.name for file in path.parent.iterdir()] == ["run.json"]
 
 
 def test_memory_starts_anew_with_every_pass(small_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -32,3 +32,14 @@ def test_a_record_draws_the_same_table_and_plots_again(tmp_path: Path, monkeypat
     assert all(content.startswith(b"\x89PNG") for content in plots_there.values())
     del record["load_average_after"]
     assert "not known after: the run was interrupted" in format_record(record)
+
+
+def test_the_memory_of_calls_in_graphs_is_not_told() -> None:
+    """The H100's record has them: of their memory a call takes nothing, since the graph has it already."""
+    folder = Path(__file__).parents[4] / "model_cards/records/benchmark-gpu/h100/attention-4096"
+    text = format_record(json.loads((folder / "record.json").read_text()))
+    assert text == (folder / "table.md").read_text()
+    assert "they have taken\ntheir memory before" in text
+    rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("| ")]
+    memory = {row[1]: row[7] for row in rows if row[1] != "candidate" and "-" * 3 not in row[1]}
+    assert memory["triton-graph"] == "" and float(memory["triton"]) > 1000
