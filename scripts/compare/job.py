@@ -21,7 +21,7 @@ from ..pretrain.texts import check_same_texts
 from .arguments import CompareArguments
 from .figures import PLOT, draw_arms
 from .record import Record, Run, make_record, read_run
-from .study_folder import claim, draw, write_record
+from .study_folder import claim, draw, lock_of, write_record
 from .table import table
 from .variants import Variant, read_variants
 
@@ -53,7 +53,8 @@ def compare_variants(
     """
     output = Path(arguments.output)
     if not arguments.redraw:
-        record = make_runs(arguments, variants, output)
+        with lock_of(output):
+            record = make_runs(arguments, variants, output)
         write_record(output, {**record, "command": command, "quoted": quoted})
     return draw(output, table, draw_arms, PLOT)
 

@@ -9,11 +9,22 @@ from typing import Any
 from ..common.atomic_file import partial_path, read_json, without_nan, write_json, write_whole
 from ..common.environment import NOT_STORED, source_commit
 from ..common.errors import UserError, refusal_of
+from ..common.folder_lock import FolderLock
 from ..common.folder_names import make_folder, resolve_folder
 
-SETTINGS, RECORD, TABLE = "study.json", "record.json", "table.md"
+SETTINGS, RECORD, TABLE, LOCK = "study.json", "record.json", "table.md", ".lock"
 # In messages: what a setting is that one of two studies does not have, and how many settings they name.
 ABSENT, TOLD = "absent", 3
+
+
+def lock_of(output: Path) -> FolderLock:
+    """The lock of a study's folder, to be held while runs are made.
+
+    Raises:
+        UserError: there can be no such folder.
+    """
+    resolve_folder(str(output))
+    return FolderLock(output / LOCK)
 
 
 def claim(output: Path, settings: Mapping[str, Any], study: str) -> None:
@@ -25,8 +36,8 @@ def claim(output: Path, settings: Mapping[str, Any], study: str) -> None:
     resolve_folder(str(output))
     marker = output / SETTINGS
     # A process that was killed here, or another one that is here now, may have the marker half written.
-    markers = (marker, partial_path(marker))
-    made = [path for path in output.iterdir() if path not in markers] if output.is_dir() else []
+    ignored = (marker, partial_path(marker), output / LOCK)
+    made = [path for path in output.iterdir() if path not in ignored] if output.is_dir() else []
     if marker.exists() and made:
         stored = read_json(marker, "give another --output")
         given = json.loads(json.dumps(settings))

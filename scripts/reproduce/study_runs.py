@@ -17,8 +17,8 @@ import torch
 from ..common.atomic_file import read_json, without_nan, write_json
 from ..common.environment import provenance, source_commit
 from ..common.errors import StoppedError, UserError
-from ..common.folder_lock import FolderLock
 from ..common.signals import signals_received
+from ..compare.study_folder import lock_of
 from ..pretrain.stopping import deadline_after
 
 Result = dict[str, Any]
@@ -78,7 +78,7 @@ class StudyRuns:
         """
         missing = self._missing(runs)
         if missing and self._is_in_time():
-            with FolderLock(self.folder.parent / ".lock"):
+            with lock_of(self.folder.parent):
                 missing = self._missing(missing)  # another process may have made some just before
                 with worker_pool(self.workers) as results_of:
                     for run, result in results_of(self.run_one, takewhile(self._is_in_time, missing)):

@@ -7,7 +7,7 @@ from ...common.arguments import command_line
 from ...compare.figures import PLOT, draw_arms
 from ...compare.job import measured_run
 from ...compare.record import Record, compare_arms, make_record
-from ...compare.study_folder import claim, draw, write_record
+from ...compare.study_folder import claim, draw, lock_of, write_record
 from ...compare.table import table
 from ...pretrain.texts import check_same_texts
 from .arguments import ARMS, MaskedLMArguments
@@ -22,7 +22,8 @@ def run_study(arguments: MaskedLMArguments) -> str:
     """
     output = Path(str(arguments.output))
     if not arguments.redraw:
-        record = make_runs(arguments, output)
+        with lock_of(output):
+            record = make_runs(arguments, output)
         write_record(output, {"command": command_of(arguments), **record})
     return draw(output, table, draw_arms, PLOT)
 

@@ -6,10 +6,9 @@ from pathlib import Path
 from ...common.atomic_file import read_json, without_nan, write_json, write_whole
 from ...common.environment import provenance, source_commit
 from ...common.errors import UserError
-from ...common.folder_lock import FolderLock
 from ...common.folder_names import make_folder, resolve_folder
 from ...common.token_streams import TokenStreams
-from ...compare.study_folder import other_commits
+from ...compare.study_folder import lock_of, other_commits
 from .arguments import StudyArguments
 from .figures import draw_bars, draw_curves
 from .plan import GROUPS, MOST_PASSES, OFFICIAL_WARMUP, QUICK, SETTINGS, WARMUP_SHARE, Group, Run, Setting, plan
@@ -54,7 +53,7 @@ def train_all(arguments: StudyArguments, output: Path) -> None:
     check_comparable([*finished, *planned])  # before the first run, and not when it is reported
     source_commit()  # for the files of runs, much later
     make_folder(output)
-    with FolderLock(output / ".lock"):
+    with lock_of(output):
         for run in runs:
             make_once(run, corpora[run.corpus], output / run.file_name)
         if not (output / PROBE).exists():

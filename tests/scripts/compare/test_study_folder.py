@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.compare import study_folder
 from dynattn.scripts.compare.record import read_run
-from dynattn.scripts.compare.study_folder import claim, draw
+from dynattn.scripts.compare.study_folder import claim, draw, lock_of
 
 
 def variants(**changed: Any) -> dict[str, Any]:
@@ -37,6 +38,33 @@ def test_settings_that_differ_are_told_with_both_values(settings: dict[str, Any]
     with pytest.raises(UserError) as refused:
         claim(tmp_path / "study", settings, "comparison")
     assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("compare.job", "compare ours.yaml theirs.yaml"),
+        ("reproduce.masked_lm.job", "reproduce masked-lm --dataset text"),
+        ("reproduce.upcycling.job", "reproduce upcycling"),
+    ],
+)
+def test_two_processes_do_not_make_runs_of_one_study(
+    module: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ours.yaml", "theirs.yaml"):
+        (tmp_path / name).write_text("max_steps: 4\n")
+    monkeypatch.chdir(tmp_path)
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("a run begins")
+
+    monkeypatch.setattr(f"dynattn.scripts.{module}.make_runs", fail)
+    with lock_of(tmp_path / "study"):
+        assert cli.main([*command.split(), "--output", "study"]) == 2
+    assert "output=study is in use by process" in capsys.readouterr().err
+    claim(tmp_path / "study", variants(), "comparison")
+    with lock_of(tmp_path / "study"):
+        claim(tmp_path / "study", variants(max_steps=5), "comparison")  # the lock is nothing that was made
 
 
 @pytest.mark.parametrize(
