@@ -20,7 +20,15 @@ from transformers.generation.continuous_batching.utils import WorkloadHints, get
 
 from .paged_attention import LayerRows, PagedAttention, RequestRows, Span
 from .paged_rows import row_layout
-from .requirements import check_joins, check_model, check_request, check_settings, new_token_limit, with_defaults_of
+from .requirements import (
+    check_joins,
+    check_model,
+    check_request,
+    check_room,
+    check_settings,
+    new_token_limit,
+    with_defaults_of,
+)
 
 
 class ServedModel:
@@ -90,17 +98,24 @@ class ComposedBatchingManager(ContinuousBatchingManager):
         max_new_tokens: int | None = None,
         **options: Any,
     ) -> str | None:
-        """As in Transformers. Without any limit a request may generate until the positions of the model end.
+        """As in Transformers. Without any limit a request may generate until the positions or the cache end.
 
         Raises:
-            ValueError: the model cannot serve the request, see `check_request` and `new_token_limit`.
+            ValueError: the model or the cache cannot serve the request, see `check_request`, `check_room` and
+                `new_token_limit`.
         """
         if max_new_tokens is None:
             max_new_tokens = new_token_limit(self.generation_config, len(input_ids))
         check_request(self.model.config, input_ids, max_new_tokens)
-        if max_new_tokens is None:
-            max_new_tokens = self.model.config.max_position_embeddings - len(input_ids)
+        if self.background_thread_status.can_accept_new_requests() is None:
+            positions = self.model.config.max_position_embeddings - len(input_ids)
+            max_new_tokens = check_room(self._make_cache(), len(input_ids), max_new_tokens, positions)
         return super().add_request(input_ids, request_id, max_new_tokens, **options)
+
+    def start(self) -> None:
+        """As in Transformers, but makes the cache before the thread, so that requests are checked against it."""
+        self._make_cache()
+        super().start()
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """As in Transformers, which stores a persistent manager on `self.model`; it is moved on to the real model."""
@@ -109,6 +124,12 @@ class ComposedBatchingManager(ContinuousBatchingManager):
         kept = vars(served).pop("_cached_continuous_batching_manager", None)
         if kept is not None:
             served.model._cached_continuous_batching_manager = kept
+
+    def _make_cache(self) -> PagedAttentionCache:
+        """Makes the cache, unless it is there, and returns it."""
+        if self.batch_processor is None:
+            self.batch_processor = self._create_batch_processor()
+        return self.batch_processor.cache
 
 
 def start_batching(

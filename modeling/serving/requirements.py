@@ -1,6 +1,7 @@
 """What serving requires of the engine, the model, the settings and each request, checked before it generates."""
 
 import copy
+from bisect import bisect_right
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
@@ -214,3 +215,38 @@ def check_request(config: Any, input_ids: Sequence[int], max_new_tokens: int | N
             f"a request of {len(input_ids)} tokens and {new} new ones needs more than max_position_embeddings "
             f"({limit}) positions; shorten the prompt{advice}"
         )
+
+
+def check_room(cache: Any, prompt_length: int, max_new_tokens: int | None, positions: int) -> int:
+    """Returns how many tokens the answer may have, so that the paged cache has room for the request if it is alone.
+
+    Transformers would end the thread that computes all requests.
+
+    Args:
+        cache: Transformers' `PagedAttentionCache`.
+        max_new_tokens: None if the answer may have any length; then the cache may end it, as the positions do.
+        positions: the positions of the model that the prompt leaves.
+
+    Raises:
+        ValueError: there is no room for the prompt, or for an answer of the length that is asked for.
+    """
+    asked = positions if max_new_tokens is None else max_new_tokens
+    # The last token of an answer is not stored.
+    left = bisect_right(
+        range(1, asked + 1), cache.num_sectors, key=lambda new: _sectors_of(cache, prompt_length + new - 1)
+    )
+    if left < (1 if max_new_tokens is None else asked):
+        advice = f", or ask for at most {left} new tokens" if left else ""
+        raise ValueError(
+            f"a request of {prompt_length} tokens and {max_new_tokens or 1} new ones does not fit into the paged "
+            f"cache; shorten the prompt{advice}, or give the cache more room (num_blocks, max_memory_percent)"
+        )
+    return left
+
+
+def _sectors_of(cache: Any, tokens: int) -> int:
+    """The sectors of the cache, its unit for layers of every type, that so many tokens of a request take."""
+    return sum(
+        -(-allocator._compute_blocks_needed(0, 0, tokens) // allocator.blocks_per_sector)
+        for allocator in cache.cache_allocators.values()
+    )

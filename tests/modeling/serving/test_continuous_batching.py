@@ -253,6 +253,40 @@ def test_a_cancelled_request_leaves_the_others_alone() -> None:
     assert_same_tokens(model, prompt, finished[name].generated_tokens)
 
 
+@pytest.mark.parametrize(("options", "tokens"), [({}, 160), (FULL, 64)], ids=["sliding", "full"])
+def test_what_the_cache_has_no_room_for_is_refused_and_the_others_are_served(
+    options: dict[str, Any], tokens: int
+) -> None:
+    """Eight pages for each layer. Transformers would end the thread, and with it all other requests."""
+    model, (prompt, other) = make_model(**options), random_prompts([20, 6])
+    with manager_of(model, num_blocks=8) as manager:
+        names = {manager.add_request(other): other}
+        most = tokens - 20 + 1  # the last one is not stored
+        with pytest.raises(ValueError, match=f"20 tokens and {most + 1} new ones does not fit.* at most {most} new"):
+            manager.add_request(prompt, max_new_tokens=most + 1)
+        with pytest.raises(ValueError, match=r"does not fit into the paged cache; shorten the prompt, or give the"):
+            manager.add_request([1] * (tokens + 1), max_new_tokens=1)
+        names[manager.add_request(prompt, max_new_tokens=most)] = prompt
+        finished = results(manager, 2)
+        assert manager.is_running()
+    for name, own in names.items():
+        assert_same_tokens(model, own, finished[name].generated_tokens)
+    assert max(len(result.generated_tokens) for result in finished.values()) == most
+
+
+def test_requests_are_checked_against_the_cache_also_before_the_start_and_not_after_the_end() -> None:
+    model, (prompt,) = make_model(**FULL), random_prompts([20])
+    endless = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+    manager = model.init_continuous_batching(endless, ContinuousBatchingConfig(**{**SETTINGS, "num_blocks": 8}))
+    with pytest.raises(ValueError, match="does not fit into the paged cache"):
+        manager.add_request(prompt, max_new_tokens=46)
+    name = manager.add_request(prompt)  # which ends where the cache does
+    manager.start()
+    assert len(results(manager, 1)[name].generated_tokens) == 45
+    manager.stop()
+    assert manager.add_request(prompt) is None and manager.batch_processor is None
+
+
 def test_an_answer_without_a_limit_ends_with_the_positions() -> None:
     model, (prompt,) = make_model(max_position_embeddings=40), random_prompts([11])
     endless = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
