@@ -36,7 +36,7 @@ from .subjects.selection import Selection, select, shapes_of
 
 LOCK = ".lock"
 # What a run takes from the unfinished record with which it goes on.
-CARRIED_ON = ("cases", "running", "interrupted")
+CARRIED_ON = ("cases", "finished", "running", "interrupted")
 # Settings that cases do not tell, and that all cases of a record share.
 SHARED = ("seed", "rounds", "quick", "layers", "vocabulary")
 
@@ -130,42 +130,66 @@ def measure(
     default = default_implementation(settings.device)
     print(f"by default heads are composed by {default.name}: {default.reason}")
     limits = {"rms": RMS_MULTIPLE, "largest": LARGEST_MULTIPLE}
-    record = {"cases": [], **metadata, "error_multiples": limits, "machine": machine, "cases_left_out": []}
+    record = {"cases": [], "finished": [], **metadata, "error_multiples": limits, "machine": machine}
+    record["cases_left_out"] = []
     interruptions = Interruptions(record, save, settings.budget)
-    for subject, candidates, shape, case in selected_cases(selection, settings):
-        entry = describe_case(subject, shape, case, settings)
-        if holds(record, entry):
-            continue
-        if settings.end is not None and time.monotonic() > settings.end:
-            record["cases_left_out"].append(case_title(entry))
-            continue
-        left_out = slow_with_fewer_tokens(entry, record["cases"])
-        left_out |= interruptions.failures(entry, [one.name for one in candidates])
-        with noting(interruptions):
-            rows = run_case(case, candidates, settings, left_out, partial(interruptions.begin, entry))
-        if subject is PROFILE:
-            add_profiles(rows, case, shape, settings, machine)
-        record["cases"].append(entry | {"rows": rows})
-        save(record)
-        print(f"\n{format_case(record['cases'][-1], machine['gemm_flops_per_second'])}", flush=True)
+    for subject, candidates, shape in selected_shapes(selection, settings):
+        place = describe_place(subject, shape, settings)
+        if place in record["finished"]:
+            continue  # without its inputs, which take longer than many a case
+        for case in cases_of(subject, shape, settings):
+            measure_case(subject, candidates, shape, case, settings, record, interruptions)
+        if not record["cases_left_out"]:
+            record["finished"].append(place)
     return record | {"load_average_after": os.getloadavg(), "clocks_after": gpu_clocks(settings.device)}
 
 
-def selected_cases(
-    selection: Selection, settings: BenchmarkSettings
-) -> Iterator[tuple[Subject, Sequence[Candidate], Shape, Case]]:
-    """Yields every selected case with its subject, the candidates that run it, and its shape.
+def measure_case(
+    subject: Subject,
+    candidates: Sequence[Candidate],
+    shape: Shape,
+    case: Case,
+    settings: BenchmarkSettings,
+    record: dict[str, Any],
+    interruptions: Interruptions,
+) -> None:
+    """Adds a case to the record, unless it is there, or its name if time is over."""
+    entry = describe_case(subject, shape, case, settings)
+    if holds(record, entry):
+        return
+    if settings.end is not None and time.monotonic() > settings.end:
+        record["cases_left_out"].append(case_title(entry))
+        return
+    left_out = slow_with_fewer_tokens(entry, record["cases"])
+    left_out |= interruptions.failures(entry, [one.name for one in candidates])
+    with noting(interruptions):
+        rows = run_case(case, candidates, settings, left_out, partial(interruptions.begin, entry))
+    if subject is PROFILE:
+        add_profiles(rows, case, shape, settings, record["machine"])
+    record["cases"].append(entry | {"rows": rows})
+    interruptions.save(record)
+    print(f"\n{format_case(record['cases'][-1], record['machine']['gemm_flops_per_second'])}", flush=True)
 
-    Raises:
-        UserError: a subject has no model of a shape.
-    """
+
+def selected_shapes(
+    selection: Selection, settings: BenchmarkSettings
+) -> Iterator[tuple[Subject, Sequence[Candidate], Shape]]:
+    """Yields every selected shape with its subject and the candidates."""
     for subject, candidates in selection:
         for shape in shapes_of(subject, settings):
-            try:
-                for case in subject.cases(shape, settings):
-                    yield subject, candidates, shape, case
-            except (StrictDataclassError, ValueError) as error:
-                raise UserError(f"{subject.name} cannot have the shape {shape}: {refusal_of(error)}") from error
+            yield subject, candidates, shape
+
+
+def cases_of(subject: Subject, shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
+    """Yields the cases of a shape.
+
+    Raises:
+        UserError: the subject has no model of this shape.
+    """
+    try:
+        yield from subject.cases(shape, settings)
+    except (StrictDataclassError, ValueError) as error:
+        raise UserError(f"{subject.name} cannot have the shape {shape}: {refusal_of(error)}") from error
 
 
 def holds(record: dict[str, Any], entry: dict[str, Any]) -> bool:
@@ -174,9 +198,9 @@ def holds(record: dict[str, Any], entry: dict[str, Any]) -> bool:
 
 
 def lacks_cases(record: dict[str, Any], selection: Selection, settings: BenchmarkSettings) -> bool:
-    """Whether one of the selected cases is not in a record."""
-    cases = selected_cases(selection, settings)
-    return not all(holds(record, describe_case(subject, shape, case, settings)) for subject, _, shape, case in cases)
+    """Whether not all cases of one of the selected shapes are in a record."""
+    places = (describe_place(subject, shape, settings) for subject, _, shape in selected_shapes(selection, settings))
+    return any(place not in record.get("finished", []) for place in places)
 
 
 @contextmanager
@@ -218,6 +242,17 @@ def slow_with_fewer_tokens(case: dict[str, Any], before: Sequence[dict[str, Any]
     rows = [row for one in shorter for row in one["rows"]]
     slow = (row["name"] for row in rows if row.get("failure", "").startswith(OVER_BUDGET))
     return dict.fromkeys(slow, f"{OVER_BUDGET} with fewer tokens already")
+
+
+def describe_place(subject: Subject, shape: Shape, settings: BenchmarkSettings) -> dict[str, Any]:
+    """What decides the cases of a shape, in JSON types."""
+    return {
+        "subject": subject.name,
+        "shape": asdict(shape),
+        "batch_size": settings.batch_size,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "window": settings.window,
+    }
 
 
 def describe_case(subject: Subject, shape: Shape, case: Case, settings: BenchmarkSettings) -> dict[str, Any]:
