@@ -115,10 +115,14 @@ class StudyRuns:
         return read_result(self._file(run))
 
     def best_rates(self, runs: Sequence[AnyRun], merit: Callable[[Result], Any]) -> dict[Hashable, float]:
-        """The learning rate of the best finished run of each cell that has one, by a merit that is largest for it."""
+        """The learning rate of the best run of each cell, by a merit that is largest for it.
+
+        A cell in which a run is not finished has no rate yet: that run could turn out to be the best.
+        """
+        unfinished = {run.cell for run in runs if not self.has(run)}
         best: dict[Hashable, tuple[Any, float]] = {}
         for run in runs:
-            if self.has(run) and (run.cell not in best or merit(self.read(run)) > best[run.cell][0]):
+            if run.cell not in unfinished and (run.cell not in best or merit(self.read(run)) > best[run.cell][0]):
                 best[run.cell] = merit(self.read(run)), run.learning_rate
         return {cell: rate for cell, (_, rate) in best.items()}
 

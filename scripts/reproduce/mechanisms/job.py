@@ -108,9 +108,11 @@ class Study:
         return list(measured_runs(cells, self.arguments.seeds, self._rates(cells)))
 
     def _rates(self, cells: Sequence[Cell]) -> dict[Cell, float]:
-        """The best learning rate of each arm at each place; the first of the list until one has been tried."""
-        rates: dict[Any, float] = dict.fromkeys(cells, self.arguments.learning_rates[0])
-        return rates | self.runs.best_rates(self._tuning(cells), _merit)
+        """The best learning rate of each arm at each place where all have been tried, or the only one."""
+        if len(self.arguments.learning_rates) == 1:
+            return dict.fromkeys(cells, self.arguments.learning_rates[0])
+        found: dict[Any, float] = self.runs.best_rates(self._tuning(cells), _merit)
+        return found
 
 
 def device_of(arguments: MechanismsArguments) -> str:

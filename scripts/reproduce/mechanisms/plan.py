@@ -85,9 +85,9 @@ def measured_runs(cells: Sequence[Cell], seeds: Sequence[int], rates: Mapping[Ce
     """The runs that count, all arms of a seed before the next seed, so that an unfinished study is balanced.
 
     Args:
-        rates: the learning rate of each cell.
+        rates: the learning rate of each cell; one without a rate has no runs yet.
     """
     for seed in seeds:
-        for cell in cells:
+        for cell in [cell for cell in cells if cell in rates]:
             (task, layers, heads), arm = cell
             yield Run(task, arm, layers, heads, seed, rates[cell])

@@ -172,12 +172,13 @@ class Plan:
         """The runs that count: a seed in all arms of all tasks before the next, so that unfinished studies are fair."""
         rates = self._rates()
         for seed in self.arguments.seeds:
-            for cell in self._cells():
-                yield self._run(*cell, seed, rates.get(cell, self.arguments.rates[0]), tuning=False)
+            for cell in [cell for cell in self._cells() if cell in rates]:
+                yield self._run(*cell, seed, rates[cell], tuning=False)
 
     def missing(self) -> int:
-        """How many runs are not finished."""
-        return sum(not self.runs.has(run) for run in (*self.tuning(), *self.measured()))
+        """How many runs are not finished, those included whose learning rate is not chosen yet."""
+        unknown = (len(self._cells()) - len(self._rates())) * len(self.arguments.seeds)
+        return unknown + sum(not self.runs.has(run) for run in (*self.tuning(), *self.measured()))
 
     def settings(self) -> dict[str, Any]:
         """What the record says about how the study was run."""
@@ -200,6 +201,9 @@ class Plan:
         return [(task, arm) for task in self.tasks for arm in self.arms if arm in (known[task].arms or self.arms)]
 
     def _rates(self) -> dict[Hashable, float]:
+        """The learning rate of each cell in which all have been tried, or the only one."""
+        if len(self.arguments.rates) == 1:
+            return dict.fromkeys(self._cells(), self.arguments.rates[0])
         return self.runs.best_rates(self.tuning(), partial(merit, self.study))
 
     def _run(self, task: str, arm: str, seed: int, rate: float, tuning: bool) -> Run:

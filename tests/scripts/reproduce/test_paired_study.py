@@ -82,6 +82,15 @@ def test_each_arm_is_measured_with_its_best_rate_and_compared_in_pairs(tmp_path:
     assert (tmp_path / "study" / "arms.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("coarse_plots")
+def test_a_rate_counts_as_chosen_only_when_all_have_been_tried(tmp_path: Path):
+    run_study(STUDY, arguments(tmp_path, learning_rates=[0.1]))
+    with pytest.raises(UserError, match="holds no measured run yet"):  # and not those of the one rate of before
+        run_study(STUDY, arguments(tmp_path, max_seconds=0))
+    more = run_study(STUDY, arguments(tmp_path))
+    assert "| New | 10 | 2.00 | 1 | 0.1 |" in more and "| Old | 10 | 2.00 | 1 | 0.2 |" in more
+
+
 def test_a_rate_whose_run_diverged_is_the_worst():
     """The first of them diverged, so that nothing is greater than its error. Its file has null, earlier ones NaN."""
     runs = [{"run": {"task": "read"}, "metrics": {"error": error}} for error in (math.nan, None, 0.4, 0.3)]
