@@ -116,11 +116,11 @@ class WindowTiling:
         return self.reach
 
     def overlap(self, queries: int) -> int:
-        """After how many programs there is none any more with the same keys, if each has this number of queries.
+        """After how many programs of a chunk none has the same keys any more, if each has this number of queries.
 
         The number divides `step`.
         """
-        return self.step // queries * -(-self.reach // self.step)
+        return self.step // queries * min(self.blocks, -(-self.reach // self.step))
 
     @property
     def _first(self) -> int:

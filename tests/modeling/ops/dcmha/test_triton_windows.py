@@ -1,6 +1,7 @@
 """Causal windows of the Triton path: tilings, and results against the reference op."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -210,6 +211,23 @@ def test_blocks_of_keys_add_up_where_they_overlap(step: int, reach: int) -> None
         expected[:, block * step : block * step + reach] += parts[:, block]
     add_blocks(total, parts, step)
     torch.testing.assert_close(total, expected)
+
+
+@pytest.mark.parametrize("window", [5, 17, 60, 300])
+@pytest.mark.parametrize("room", [1, 3, 100])
+@pytest.mark.parametrize("queries_of_a_program", [1, 4, 16])
+def test_programs_that_add_to_the_same_gradients_have_other_keys(
+    window: int, room: int, queries_of_a_program: int
+) -> None:
+    """The programs of one launch run at the same time; those with the same keys need places of their own."""
+    tiling = tiling_of(400, 400, window, room)
+    assert isinstance(tiling, WindowTiling)
+    slots = tiling.overlap(queries_of_a_program)
+    for queries, _ in tiling.spans:
+        programs = range(0, queries.stop - queries.start, queries_of_a_program)
+        for slot in range(slots):
+            starts = [first // tiling.step * tiling.step for first in programs[slot::slots]]
+            assert all(after - before >= tiling.reach for before, after in pairwise(starts))
 
 
 @pytest.mark.parametrize(("queries", "keys", "window"), [(32, 32, 5), (100, 120, 60), (35, 80, 6), (42, 32, 4)])
