@@ -214,7 +214,7 @@ def test_blocks_of_keys_add_up_where_they_overlap(step: int, reach: int) -> None
 
 
 @pytest.mark.parametrize("window", [5, 17, 60, 300])
-@pytest.mark.parametrize("room", [1, 3, 100])
+@pytest.mark.parametrize("room", [1, 100, 1000])
 @pytest.mark.parametrize("queries_of_a_program", [1, 4, 16])
 def test_programs_that_add_to_the_same_gradients_have_other_keys(
     window: int, room: int, queries_of_a_program: int
