@@ -125,7 +125,7 @@ class TermGradients(NamedTuple):
 
     query: Tensor | None  # [items, blocks of n, c, terms, H]
     key: Tensor | None  # [items, slots, n of S, terms, H], float32: the kernel adds to it
-    static: Tensor | None  # [patches, padded, padded], float32; zero before the kernel runs
+    static: Tensor | None  # [items, programs along c, blocks of n, padded, padded], float32
     slots: int  # programs along c that may have the same keys, `unspecialized`
 
 

@@ -94,9 +94,7 @@ class TensorCoreComposer(KernelComposer):
         block_t, block_s, warps, stages = self.tiles[name]
         sides = zip(self.mixing, (chunk.queries, chunk.keys, chunk.queries, chunk.keys), strict=True)
         mixing = Mixing(*(_of_chunk(part, chunk.items, positions) for part, positions in sides))
-        items, queries, keys = chunk.counts
-        turns = self._turns(name)
-        self.work.kernels[name][keys // block_s, -(-queries // (block_t * turns)), items](
+        self.work.kernels[name][self._grid(name, chunk)](
             *arguments,
             mixing,
             chunk.sizes,
@@ -106,12 +104,18 @@ class TensorCoreComposer(KernelComposer):
             padded=self.padded,
             block_t=block_t,
             block_s=block_s,
-            turns=turns,
+            turns=self._turns(name),
             key_counts=key_counts(mixing),
             **constants,
             num_warps=warps,
             num_stages=stages,
         )
+
+    def _grid(self, name: str, chunk: MapChunk) -> tuple[int, int, int]:
+        """Returns the number of programs along the keys, the number along the queries, and the number of items."""
+        items, queries, keys = chunk.counts
+        block_t, block_s, *_ = self.tiles[name]
+        return keys // block_s, -(-queries // (block_t * self._turns(name))), items
 
     def _turns(self, name: str) -> int:
         """The number of turns of a program, whose queries are all in one block of a window."""
@@ -138,7 +142,7 @@ class TensorCoreComposer(KernelComposer):
             )
         if partial.static is not None:
             heads = self.work.heads
-            self.sums[f"{stage}_static"] += partial.static.sum(0)[:heads, :heads].t()
+            self.sums[f"{stage}_static"] += partial.static.sum((0, 1, 2))[:heads, :heads].t()
 
     def _partial(self, name: str, stage: str, chunk: MapChunk) -> TermGradients:
         """What the programs of a kernel write or add to, in the shapes of `TermGradients`.
@@ -146,17 +150,14 @@ class TensorCoreComposer(KernelComposer):
         The parts of queries, of which every patch has one, are bfloat16 if the maps are, to save memory.
         """
         query, key = self.terms[f"{stage}_query"], self.terms[f"{stage}_key"]
-        block_t, block_s, *_ = self.tiles[name]
-        items, queries, keys = chunk.counts
-        blocks = keys // block_s
-        patches = items * blocks * (queries // block_t)
-        square = patches, self.padded, self.padded
+        blocks, programs, items = self._grid(name, chunk)
+        square = self.padded, self.padded
         dtype = torch.bfloat16 if self.work.dtype == torch.bfloat16 else torch.float32
         new = functools.partial(torch.empty, device=self.work.device)
         return TermGradients(
-            None if query is None else new(items, blocks, queries, *query.shape[2:], dtype=dtype),
+            None if query is None else new(items, blocks, chunk.sizes.queries, *query.shape[2:], dtype=dtype),
             None if key is None else self.sums[f"{stage}_key"][chunk.items, :, chunk.keys],
-            None if self.statics[stage] is None else torch.zeros(square, dtype=torch.float32, device=self.work.device),
+            None if self.statics[stage] is None else new(items, programs, blocks, *square, dtype=torch.float32),
             unspecialized(self._slots(name)),
         )
 

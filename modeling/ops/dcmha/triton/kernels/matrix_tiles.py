@@ -347,11 +347,27 @@ def add_gradients_of_key_terms(partial, gradients, patch, padded: tl.constexpr):
 
 
 @triton.jit
-def store_gradient_of_static(partial, grad, tiles, patch, padded: tl.constexpr):
-    """Writes a patch's part `[padded, padded]` of the gradient of the static matrix, if there is one."""
+def no_static_gradient(partial, block_t: tl.constexpr, padded: tl.constexpr):
+    """A tuple of zeros `[block_t, padded, padded]`; empty without a static matrix."""
+    gradient = ()
     if partial is not None:
-        block_t: tl.constexpr = patch.t.shape[0]
-        strip = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        number = strip * (patch.sizes.queries // block_t) + tl.min(patch.t, axis=0) // block_t
-        place = partial + _entries(number + tl.arange(0, 1), padded)
-        tl.store(place, tl.sum(gradients_of_queries(grad, tiles), axis=0, keep_dims=True))
+        gradient += (tl.zeros([block_t, padded, padded], tl.float32),)
+    return gradient
+
+
+@triton.jit
+def add_static_gradient(gradient, grad, tiles):
+    """Adds a patch's part of the gradient of the static matrix, which is still to be summed over the queries."""
+    added = ()
+    for index in tl.static_range(len(gradient)):
+        added += (gradient[index] + gradients_of_queries(grad, tiles),)
+    return added
+
+
+@triton.jit
+def store_static_gradient(partial, gradient, padded: tl.constexpr):
+    """Writes a program's part `[padded, padded]` of the gradient of the static matrix, if there is one."""
+    if partial is not None:
+        program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+        place = partial + _entries(program + tl.arange(0, 1), padded)
+        tl.store(place, tl.sum(gradient[0], axis=0, keep_dims=True))

@@ -42,6 +42,7 @@ as in `head_by_head`, but no bias comes before the composition.
 from .matrix_tiles import (
     add_gradients_of_key_terms,
     add_key_gradients,
+    add_static_gradient,
     compose,
     exponents,
     gained,
@@ -53,14 +54,15 @@ from .matrix_tiles import (
     load_term,
     make_patch,
     no_key_gradients,
+    no_static_gradient,
     probabilities,
     reached_turns,
     store,
-    store_gradient_of_static,
     store_gradients_of_query_terms,
     store_matrices,
     store_no_gradients_of_query_terms,
     store_of_queries,
+    store_static_gradient,
     terms_of,
     transposed,
     transposed_terms,
@@ -174,6 +176,7 @@ def dcmha_matrix_backward_post(
     pre_key = load_key_terms(mixing.pre_key, here, padded, key_counts[0])
     post_key = load_key_terms(mixing.post_key, here, padded, key_counts[1])
     key_gradients = no_key_gradients(post_key, block_t, block_s, padded)
+    static_gradient = no_static_gradient(partial.static, block_t, padded)
     first, last, count = reached_turns(where, here, turns, block_t, block_s)
     for turn in range(bound(first), bound(last)):
         patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
@@ -198,7 +201,7 @@ def dcmha_matrix_backward_post(
         key_gradients = add_key_gradients(key_gradients, grad, weight, hidden, hidden_grads)
         half = rounded(weight, dtype)
         store_gradients_of_query_terms(partial.query, terms, half_grad, half, patch, padded, query_count)
-        store_gradient_of_static(partial.static, half_grad, half, patch, padded)
+        static_gradient = add_static_gradient(static_gradient, half_grad, half)
     for turn in range(bound(count)):
         if (turn < first) | (turn >= last):
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
@@ -208,6 +211,7 @@ def dcmha_matrix_backward_post(
             store_no_gradients_of_query_terms(partial.query, patch, padded, query_count)
             store_of_queries(partial_delta, tl.zeros([block_t, padded], tl.float32), patch, padded)
     add_gradients_of_key_terms(partial, key_gradients, here, padded)
+    store_static_gradient(partial.static, static_gradient, padded)
 
 
 @triton.jit
@@ -236,6 +240,7 @@ def dcmha_matrix_backward_pre(
     here = make_patch(0, turns, sizes, where, heads, block_t, block_s)
     pre_key = load_key_terms(mixing.pre_key, here, padded, key_counts[0])
     key_gradients = no_key_gradients(pre_key, block_t, block_s, padded)
+    static_gradient = no_static_gradient(partial.static, block_t, padded)
     first, last, count = reached_turns(where, here, turns, block_t, block_s)
     for turn in range(bound(first), bound(last)):
         patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
@@ -253,7 +258,7 @@ def dcmha_matrix_backward_pre(
         key_gradients = add_key_gradients(key_gradients, grad, tiles, gather(tiles, pre_key), hidden_grads)
         half = rounded(tiles, dtype)
         store_gradients_of_query_terms(partial.query, terms, half_grad, half, patch, padded, query_count)
-        store_gradient_of_static(partial.static, half_grad, half, patch, padded)
+        static_gradient = add_static_gradient(static_gradient, half_grad, half)
     for turn in range(bound(count)):
         if (turn < first) | (turn >= last):
             patch = make_patch(turn, turns, sizes, where, heads, block_t, block_s)
@@ -262,6 +267,7 @@ def dcmha_matrix_backward_pre(
                 store(tables.pairs, tl.zeros([block_t, block_s, padded], tl.float32), patch, padded)
             store_no_gradients_of_query_terms(partial.query, patch, padded, query_count)
     add_gradients_of_key_terms(partial, key_gradients, here, padded)
+    store_static_gradient(partial.static, static_gradient, padded)
 
 
 @triton.jit
