@@ -37,12 +37,12 @@ from dynattn.modeling.ops.dcmha.triton.kernels.registry import load_kernels
 from dynattn.modeling.ops.dcmha.triton.tuning import (
     block_of,
     matrix_tiles_for,
-    most_turns,
     tile_of_distance_sums,
     tile_of_matrices,
     tile_of_merge,
     tile_of_window,
     tiles_for,
+    turns_of_rows,
 )
 
 from .kernel_configurations import (
@@ -179,7 +179,7 @@ def _columns_of(argument: int) -> set[tuple[int, ...]]:
 
 
 def _compile_tensor_cores(configuration: TensorCoreConfiguration, capability: int) -> dict[str, Compiled]:
-    heads, padded, turns = configuration.heads, configuration.padded, most_turns()
+    heads, padded, turns = configuration.heads, configuration.padded, turns_of_rows()
     masks = _masks(configuration.has_mask, configuration.is_window)
     tables = _tables(configuration, has_static=False)
     common = (_mixing(configuration.sides, configuration.dtype_of_terms), SIZES, masks, tables)

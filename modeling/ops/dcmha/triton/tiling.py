@@ -120,7 +120,7 @@ class WindowTiling:
 
         The number divides `step`.
         """
-        return self.step // queries * min(self.blocks, -(-self.reach // self.step))
+        return self.step // queries * min(self.blocks, self.count, -(-self.reach // self.step))
 
     @property
     def _first(self) -> int:

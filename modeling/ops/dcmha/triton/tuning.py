@@ -40,8 +40,9 @@ MATRIX_TILES_16 = {
 MATRIX_TILES_32 = dict.fromkeys(MATRIX_TILES_16, (4, 16, 4, 3)) | {"dcmha_matrix_backward_post": (1, 16, 1, 3)}
 # Bytes of shared memory that the kernels on the tensor cores take at most, with 16 and with 32 heads.
 MATRIX_MEMORY = {16: 65_536, 32: 131_072}
-# The largest number of blocks of queries that a program goes through: a power of two.
-TURNS = 64
+# The largest number of blocks of queries that a program goes through, unless a window's block would then need more
+# programs than this.
+TURNS, PROGRAMS_OF_A_BLOCK = 64, 8
 # Queries of a program of `dcmha_merge`, and its warps.
 MERGED = (32, 4)
 # Queries and columns of a tile of `dcmha_distance_sums`, queries of a program, and its warps.
@@ -116,9 +117,16 @@ def matrix_tiles_for(padded: int) -> dict[str, tuple[int, int, int, int]]:
     return tiles
 
 
-def most_turns() -> int:
+def turns_of_rows() -> int:
     """Returns the largest number of blocks of queries that a program goes through."""
     return TURNS
+
+
+def turns_of_window(blocks: int) -> int:
+    """Returns the number of blocks of queries that a program goes through, a divisor of those of a window's block."""
+    divisors = [turns for turns in range(1, blocks + 1) if blocks % turns == 0]
+    enough = [turns for turns in divisors if blocks <= PROGRAMS_OF_A_BLOCK * turns]
+    return max((turns for turns in enough if turns <= TURNS), default=enough[0])
 
 
 def tile_of_merge() -> tuple[int, int]:

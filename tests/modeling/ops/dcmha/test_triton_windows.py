@@ -213,6 +213,13 @@ def test_blocks_of_keys_add_up_where_they_overlap(step: int, reach: int) -> None
     torch.testing.assert_close(total, expected)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "expected"), [(1, 1), (16, 16), (64, 64), (65, 13), (320, 64), (508, 127), (2048, 256)]
+)
+def test_the_programs_of_a_windows_block_are_few_and_have_whole_patches(blocks: int, expected: int) -> None:
+    assert tuning.turns_of_window(blocks) == expected
+
+
 @pytest.mark.parametrize("window", [5, 17, 60, 300])
 @pytest.mark.parametrize("room", [1, 100, 1000])
 @pytest.mark.parametrize("queries_of_a_program", [1, 4, 16])

@@ -6,7 +6,6 @@ partial sums of the gradients of terms, not of matrices; those of keys' terms ar
 """
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from ..arguments import ColumnTables, MapChunk, MapInputs, Mixing, TermGradients, unspecialized
 from ..distance_columns import DistanceColumns
 from ..matrices import count_terms, filled_up, key_counts, make_mixing, padded_terms
-from ..tuning import matrix_tiles_for, most_turns
+from ..tuning import matrix_tiles_for, turns_of_rows, turns_of_window
 from ..workspace import Workspace
 from .interface import KernelComposer
 
@@ -120,7 +119,7 @@ class TensorCoreComposer(KernelComposer):
     def _turns(self, name: str) -> int:
         """The number of turns of a program, whose queries are all in one block of a window."""
         step = self.work.tiling.step
-        return most_turns() if step is None else math.gcd(step // self.tiles[name][0], most_turns())
+        return turns_of_rows() if step is None else turns_of_window(step // self.tiles[name][0])
 
     def _slots(self, name: str) -> int:
         """How many programs may add to the gradients of the same key at once."""
