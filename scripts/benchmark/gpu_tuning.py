@@ -94,7 +94,7 @@ def make_trial(
 ) -> Callable[[], float]:
     """A trial that returns the seconds of a candidate's forward and backward pass, as the geometric mean over `shapes`.
 
-    On a GPU the passes are replayed by a CUDA graph: the time of launches does not depend on the constants.
+    On a GPU the passes are replayed by a CUDA graph. Launches depend on the CPU, and would hide what constants do.
 
     The trial raises ValueError if results are wrong, and DeviceLostError if it is the last one of this process.
 

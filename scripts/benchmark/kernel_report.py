@@ -32,7 +32,7 @@ MODULE = "dynattn.scripts.benchmark.kernel_report"
 CAPABILITIES = (80, 90)
 COLUMNS = {"registers": "registers", "shared": "shared memory, bytes", "spilled": "spilled, bytes"}
 COLUMNS |= {"instructions": "instructions", "outside": "outside of the loop"}
-COLUMNS |= {"maps": "bytes of maps", "cached": "bytes of rows and matrices"}
+COLUMNS |= {"maps": "bytes of maps", "cached": "bytes of matrices and terms"}
 HEADING = f"""`python -m {MODULE} model_cards/records/triton-compiled`
 
 Compiled ahead of time, not run: commit {{commit}}, triton {{triton}}, torch {{torch}}.

@@ -231,7 +231,7 @@ TASKS: dict[str, Task] = {
 }
 # For three layers: two do not lead two steps far.
 DEEPER: dict[str, Task] = {"hops-4": Hops(4)}
-# As many positions as a task has, and twice the load.
+# For four layers of width 256, with more to keep in mind.
 LARGE: dict[str, Task] = {
     "recall-32": Recall(32, values=64),
     "recall-64": Recall(64, values=128),

@@ -57,8 +57,11 @@ class RowTiling:
         """Returns `n`, the number of columns of the maps of a chunk with these keys."""
         return keys.stop - keys.start
 
-    def overlap(self, queries: int) -> int:
-        """How many programs of a chunk have the same keys, if each has this number of queries, the last one fewer."""
+    def slots(self, queries: int) -> int:
+        """How many places a key's gradients need, one for each program of a chunk that adds to them.
+
+        Each has this number of queries, the last one fewer.
+        """
         return -(-min(self.rows, self.queries) // queries)
 
 
@@ -115,10 +118,10 @@ class WindowTiling:
         """Returns `n`, the number of columns of all maps."""
         return self.reach
 
-    def overlap(self, queries: int) -> int:
-        """After how many programs of a chunk none has the same keys any more, if each has this number of queries.
+    def slots(self, queries: int) -> int:
+        """How many places a key's gradients need: after so many programs of a chunk none has the same keys any more.
 
-        The number divides `step`.
+        Each has this number of queries, which divides `step`.
         """
         return self.step // queries * min(self.blocks, self.count, -(-self.reach // self.step))
 

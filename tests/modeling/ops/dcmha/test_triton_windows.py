@@ -213,6 +213,17 @@ def test_blocks_of_keys_add_up_where_they_overlap(step: int, reach: int) -> None
     torch.testing.assert_close(total, expected)
 
 
+@pytest.mark.parametrize(("queries", "room"), [(400, 1000), (400, 20), (30, 1000)])
+@pytest.mark.parametrize("queries_of_a_program", [1, 16, 48])
+def test_all_programs_of_a_chunk_of_rows_have_places_of_their_own(
+    queries: int, room: int, queries_of_a_program: int
+) -> None:
+    tiling = tiling_of(queries, 400, None, room)
+    assert isinstance(tiling, RowTiling)
+    programs = (-(-(rows.stop - rows.start) // queries_of_a_program) for rows, _ in tiling.spans)
+    assert max(programs) == tiling.slots(queries_of_a_program)
+
+
 @pytest.mark.parametrize(
     ("blocks", "expected"), [(1, 1), (16, 16), (64, 64), (65, 13), (320, 64), (508, 127), (2048, 256)]
 )
@@ -229,7 +240,7 @@ def test_programs_that_add_to_the_same_gradients_have_other_keys(
     """The programs of one launch run at the same time; those with the same keys need places of their own."""
     tiling = tiling_of(400, 400, window, room)
     assert isinstance(tiling, WindowTiling)
-    slots = tiling.overlap(queries_of_a_program)
+    slots = tiling.slots(queries_of_a_program)
     for queries, _ in tiling.spans:
         programs = range(0, queries.stop - queries.start, queries_of_a_program)
         for slot in range(slots):

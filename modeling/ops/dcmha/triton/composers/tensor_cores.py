@@ -123,7 +123,7 @@ class TensorCoreComposer(KernelComposer):
 
     def _slots(self, name: str) -> int:
         """How many programs may add to the gradients of the same key at once."""
-        return self.work.tiling.overlap(self.tiles[name][0] * self._turns(name))
+        return self.work.tiling.slots(self.tiles[name][0] * self._turns(name))
 
     def _launch_backward(
         self, name: str, stage: str, chunk: MapChunk, tables: ColumnTables, *maps: Tensor, lse: Tensor
