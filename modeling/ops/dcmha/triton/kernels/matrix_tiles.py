@@ -31,9 +31,9 @@ def make_patch(
 
 @triton.jit
 def reached_turns(where, patch, turns: tl.constexpr, block_t: tl.constexpr, block_s: tl.constexpr):
-    """The turns, from a first one up to a last one, whose queries are near enough to see a key of the program.
+    """The turns, from a first one up to an end, whose queries are near enough to see a key of the program.
 
-    The last one is not included. The third result is the number of turns: the last program of a chunk may have fewer.
+    The third result is the number of all turns of the program, which the last one of a chunk may have fewer of.
     """
     count = tl.minimum(turns, patch.sizes.queries // block_t - tl.program_id(1) * turns)
     key = tl.program_id(0) * block_s + patch.shift + original(where.start)
