@@ -34,6 +34,9 @@ class StudyArguments:
     )
     streams: int | None = field(default=None, metadata={"help": "texts side by side, in place of the setting's"})
     quick: bool = field(default=False, metadata={"help": "few updates, two seeds and short scoring: minutes"})
+    compiled: bool = field(
+        default=False, metadata={"help": "train with torch.compile, which pays for runs of hours; needs a C++ compiler"}
+    )
     report_only: bool = field(default=False, metadata={"help": "train nothing, report the runs that are finished"})
 
     def __post_init__(self) -> None:

@@ -55,7 +55,7 @@ def train_all(arguments: StudyArguments, output: Path) -> None:
     make_folder(output)
     with lock_of(output):
         for run in runs:
-            make_once(run, corpora[run.corpus], output / run.file_name)
+            make_once(run, corpora[run.corpus], output / run.file_name, compiled=arguments.compiled)
         if not (output / PROBE).exists():
             print("time and memory of an update", flush=True)
             probe = measure(corpora["tiny-shakespeare"], SETTINGS, rounds=5 if arguments.quick else 15)
@@ -99,14 +99,14 @@ def check_lengths(corpus: Corpus, setting: Setting) -> None:
             raise UserError(f"{error}; give a longer text, or fewer --streams") from error
 
 
-def make_once(run: Run, corpus: Corpus, path: Path) -> None:
+def make_once(run: Run, corpus: Corpus, path: Path, *, compiled: bool = False) -> None:
     """Trains and scores a model, unless its file exists."""
     label = f"{run.group}: {run.variant}, seed {run.seed}"
     if path.exists():
         print(f"{label}: done before", flush=True)
         return
     checkpoint = path.with_suffix(".checkpoint.pt")
-    result = run_one(run, corpus, checkpoint) | provenance()
+    result = run_one(run, corpus, checkpoint, compiled=compiled) | provenance()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, result, indent=1)
     checkpoint.unlink(missing_ok=True)  # only now that nothing is lost with it

@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,19 @@ MAX_GRAD_NORM = 1.0
 CURVE_POINTS = 20
 
 
-def run_one(run: Run, corpus: Corpus, checkpoint: Path) -> dict[str, Any]:
+def run_one(run: Run, corpus: Corpus, checkpoint: Path, *, compiled: bool = False) -> dict[str, Any]:
     """Trains and scores one model; returns its settings, its scores on both splits and its curve.
 
     Args:
         checkpoint: file from which an interrupted run resumes; it is written after every pass over the text except
             the last.
+        compiled: train with `torch.compile`. It rounds differently, but a run may change it when it resumes.
     """
     torch.manual_seed(run.seed)
     model = make_model(run, corpus)
+    if compiled:
+        model.set_attn_implementation("eager")  # plain operations, which the compiler fuses with those around them
+        model.compile()
     progress = train(model, run, corpus, checkpoint)
     began = time.perf_counter()
     train_scores = evaluate(model, seen_text(run, corpus))
@@ -52,6 +57,7 @@ def run_one(run: Run, corpus: Corpus, checkpoint: Path) -> dict[str, Any]:
         "tokens_per_second": progress.total.tokens / progress.seconds,
         "wall_seconds": progress.seconds + time.perf_counter() - began,
         "threads": torch.get_num_threads(),
+        "compiled": compiled,
         "hardware": hardware(torch.device("cpu")),
         "versions": versions(),
     }
@@ -71,7 +77,7 @@ def train(model: RCMHAForCausalLM, run: Run, corpus: Corpus, checkpoint: Path) -
     """
     streams, patience = training_streams(run, corpus), run.setting.patience
     steps, first = run.setting.steps, first_segment(run, streams)
-    optimizer = torch.optim.Adam(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.999), eps=1e-8)
+    optimizer = torch.optim.Adam(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.999), eps=1e-8, fused=True)
     identity = {"settings": run.settings(), "data": corpus.description}
     progress = StudyProgress.resume(checkpoint, identity, model, optimizer)
     model.train()
@@ -107,13 +113,21 @@ def train_pass(
         progress.step += 1
         for group in optimizer.param_groups:
             group["lr"] = noam_rate(progress.step, run.setting.warmup)
-        logits, loss, memory = read_segment(model, inputs, targets, memory)
+        with compiler_stance(run, memory, inputs):
+            logits, loss, memory = read_segment(model, inputs, targets, memory)
         update(model, optimizer, loss)
         for tally in (progress.part, progress.total):
             tally.add(logits, targets, loss)
         is_due = progress.step * CURVE_POINTS // steps > (progress.step - 1) * CURVE_POINTS // steps
         if is_due and run.setting.patience is None:
             progress.end_part()
+
+
+def compiler_stance(run: Run, memory: Cache | None, inputs: Tensor) -> AbstractContextManager[None]:
+    """Leaves code for other shapes than those of almost all segments `[B, T]`, those with a full memory, uncompiled."""
+    setting = run.setting
+    is_usual = memory is not None and memory.get_seq_length() >= setting.mem_len and inputs.shape[1] == setting.segment
+    return torch.compiler.set_stance("default" if is_usual else "force_eager")
 
 
 def noam_rate(step: int, warmup: int) -> float:
@@ -142,6 +156,7 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> 
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")
 def evaluate(model: nn.Module, streams: TokenStreams) -> dict[str, float]:
     """Scores on all segments in order, with memory carried from each to the next."""
     model.eval()
