@@ -1,5 +1,6 @@
 """Transformers' own server, extended to load this package's models and to say what is wrong with a request."""
 
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -14,7 +15,7 @@ from huggingface_hub.errors import CacheNotFound
 from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM
 from transformers.cli.serving import server
-from transformers.cli.serving.utils import CBGenerateManager
+from transformers.cli.serving.utils import BaseHandler, CBGenerateManager
 from transformers.cli.transformers import app
 
 from dynattn.modeling.serving.continuous_batching import ComposedBatchingManager
@@ -33,6 +34,21 @@ from ..common.offline import offline_if_unreachable
 
 build_server = server.build_server
 start_batching = CBGenerateManager.init_cb
+read_fields = BaseHandler._validate_request
+# Fields of OpenAI's API that Transformers' server ignores with a warning in its own log, although the answer would be
+# another one than the client asked for; and the values, in JSON, that ask for nothing.
+IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
+    "n": ("1",),
+    "best_of": ("1",),
+    "logprobs": ("false",),  # 0 asks for those of the tokens themselves
+    "top_logprobs": ("0",),
+    "echo": ("false",),
+    "presence_penalty": ("0", "0.0"),
+    "response_format": ('{"type": "text"}',),
+    "functions": ("[]",),
+    "prediction": (),
+    "audio": (),
+}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -52,6 +68,7 @@ def run(argv: Sequence[str]) -> int:
         check_engine("transformers", *TRANSFORMERS)
         show_models_to_server()
         CBGenerateManager.init_cb = check_and_start_batching  # type: ignore[method-assign, assignment]
+        BaseHandler._validate_request = check_fields  # type: ignore[method-assign]
         with ExitStack() as ends:
             server.build_server = partial(build_telling_server, ends)
             if not is_folder:
@@ -101,6 +118,18 @@ def build_telling_server(ends: ExitStack, *args: Any, **kwargs: Any) -> FastAPI:
     )
     application.add_exception_handler(HTTPException, lambda _, error: refusal(error.status_code, error.detail))
     return application
+
+
+def check_fields(handler: BaseHandler, body: dict[str, Any]) -> None:
+    """In the place of `BaseHandler._validate_request`, which only warns of fields that it ignores.
+
+    Raises:
+        ValueError: the request asks for something that the answer would lack.
+    """
+    read_fields(handler, body)
+    for name in handler._unused_fields & IGNORED_FIELDS.keys() & body.keys():
+        if json.dumps(body[name]) not in ("null", *IGNORED_FIELDS[name]):
+            raise ValueError(f"{name}={body[name]!r} is not supported; leave it out")
 
 
 def check_and_start_batching(engine: Any, model: Any, generation_config: Any) -> None:

@@ -125,6 +125,9 @@ def test_a_malformed_request_is_told_so(port: int, composed: tuple[PreTrainedMod
         ({"generation_config": '{"guidance_scale": 1.5}'}, "continuous batching does not serve guidance_scale=1.5"),
         ({"logit_bias": {"5": 1}}, "asks for sequence_bias={(5,): 1.0}, and all requests"),
         ({"logit_bias": {"5000": 1.0}}, "which is no sequence of tokens of the vocabulary"),
+        ({"n": 2}, "n=2 is not supported"),
+        ({"logprobs": True}, "logprobs=True is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format={'type': 'json_object'} is not supported"),
         ({"messages": [{"role": "nobody", "content": "hello"}]}, "the chat template: nobody speaks"),
     ],
 )
@@ -137,6 +140,13 @@ def test_what_is_not_served_is_refused_after_the_first_request_too(
     assert refused.value.code == 400
     assert message in json.loads(refused.value.read())["error"]["message"]
     assert ask(port, composed[1], "hello")
+
+
+@pytest.mark.slow
+def test_fields_that_ask_for_nothing_are_accepted(port: int, composed: tuple[PreTrainedModel, str]) -> None:
+    nothing = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "response_format": {"type": "text"}, "user": "me"}
+    answer = ask(port, composed[1], "hello", **nothing, top_logprobs=None)
+    assert len(json.loads(answer)["choices"]) == 1
 
 
 @pytest.mark.parametrize(
