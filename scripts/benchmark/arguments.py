@@ -63,6 +63,13 @@ class BenchmarkArguments:
             "that --resume continues."
         },
     )
+    parts: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Only these parts of the preset, with the constants that the package has, or that an earlier "
+            "command has found in --output; nothing is tuned."
+        },
+    )
     quick: bool = field(default=False, metadata={"help": "Small shapes, few rounds, nothing compiled: a minute."})
     seed: int = field(default=0, metadata={"help": "Seed of inputs and weights."})
     output: str = field(default="runs/benchmark", metadata={"help": "Folder for record.json, table.md and the plots."})
@@ -84,6 +91,8 @@ class BenchmarkArguments:
         check_positive(self, ["budget"])
         if self.resume and self.overwrite:
             raise UserError("--resume goes on with the record that --overwrite would replace; choose one of them")
+        if self.parts is not None and self.preset is None:
+            raise UserError(f"--parts {' '.join(self.parts)} are parts of a preset; add --preset gpu")
         for shape in split_at_commas(self.shapes or []):
             parse_shape(shape)
 

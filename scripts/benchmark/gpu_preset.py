@@ -2,7 +2,8 @@
 
 Correctness comes first. Then the constants of the Triton path are tuned, and everything else is measured with the best
 of them. Parts for which there is no time are left out by name; the most important parts come first. The same command
-with `--resume` measures what is left out, with the constants that were found. Everything runs in a process of its own,
+with `--resume` measures what is left out, with the constants that were found, and `--parts` names parts to measure
+without tuning. Everything runs in a process of its own,
 and another one goes on without the candidate, or the value of a constant, that made a process crash, hang or lose the
 device.
 """
@@ -28,7 +29,7 @@ from .arguments import BenchmarkArguments
 from .gpu_tuning import compile_trials, find_constants
 from .harness.interruptions import check_device
 from .harness.process import DeviceLostError
-from .harness.tuning import TrialLog, Tuning, override_constants, read_tuning
+from .harness.tuning import TrialLog, TunableConstant, Tuning, override_constants, read_tuning
 from .report.record import RECORD
 
 TUNING = "tuning.json"
@@ -39,7 +40,7 @@ SECONDS, TUNING_SECONDS = 480.0, 170.0
 TOKENS = 16384
 
 # What a user may give beside the preset, which sets everything else.
-OPTIONS = ("preset", "device", "threads", "budget", "seed", "output", "overwrite", "resume", "redraw")
+OPTIONS = ("preset", "device", "threads", "budget", "seed", "output", "overwrite", "resume", "redraw", "parts")
 OURS = ["triton", "chunked"]
 FUSED_PLAIN = ["sdpa", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"]
 WINDOWED_PLAIN = ["flex", "sdpa", "sdpa-efficient", "sdpa-cudnn"]  # PyTorch's FlashAttention takes no window
@@ -119,26 +120,37 @@ GPU = (
 def options_of(part: PresetPart, arguments: BenchmarkArguments) -> BenchmarkArguments:
     """The arguments of a part; by default bfloat16 on the first GPU."""
     device = arguments.device if arguments.device.startswith("cuda") else "cuda"
-    preset = {"dtype": "bfloat16", "device": device, "budget": arguments.budget or 40.0, "preset": None}
+    preset = {"dtype": "bfloat16", "device": device, "budget": arguments.budget or 40.0}
+    preset |= {"preset": None, "parts": None}
     return replace(arguments, **{**preset, **part.options})
 
 
 def check_preset(arguments: BenchmarkArguments) -> None:
-    """Raises UserError for an option that the preset sets by itself, or if there is no GPU."""
+    """Raises UserError for an option that the preset sets by itself, an unknown part, or if there is no GPU."""
     theirs = [field for field in fields(arguments) if field.name not in OPTIONS]
     if given := [field.name for field in theirs if getattr(arguments, field.name) != field.default]:
         raise UserError(
             f"--preset gpu decides {', '.join(given)} by itself, for each of its parts; leave it out, or measure one "
             "part without the preset"
         )
+    names = [part.name for part in GPU]
+    if unknown := [name for name in arguments.parts or [] if name not in names]:
+        raise UserError(f"the preset has no part {unknown[0]!r}; its parts are {', '.join(names)}")
     if not torch.cuda.is_available():
         raise UserError("--preset gpu needs a CUDA device, and none was found; without the preset, --device cpu works")
 
 
-def forget_parts(folder: Path) -> None:
-    """Removes what an earlier preset has found and measured, so that none of it passes for a part of the next one."""
-    for path in (folder / TUNING, *(folder / part.name / RECORD for part in GPU)):
-        path.unlink(missing_ok=True)
+def chosen_parts(arguments: BenchmarkArguments, parts: tuple[PresetPart, ...] = GPU) -> tuple[PresetPart, ...]:
+    """The parts to measure, in the preset's order."""
+    return tuple(part for part in parts if arguments.parts is None or part.name in arguments.parts)
+
+
+def forget_parts(arguments: BenchmarkArguments, folder: Path) -> None:
+    """Removes what an earlier preset has measured, and found, so that none of it passes for a part of the next one."""
+    for part in chosen_parts(arguments):
+        (folder / part.name / RECORD).unlink(missing_ok=True)
+    if arguments.parts is None:
+        (folder / TUNING).unlink(missing_ok=True)
 
 
 def run_preset(
@@ -154,7 +166,8 @@ def run_preset(
 ) -> bool:
     """Runs the parts, each into a folder of its own; returns whether everything that was measured is right.
 
-    With `arguments.resume`, constants that an earlier command found in `folder` are not tuned again.
+    With `arguments.resume`, constants that an earlier command found in `folder` are not tuned again. With
+    `arguments.parts` they are used if they are there, and nothing is tuned.
 
     Args:
         run: measures what the arguments say into a folder, beginning no case after a time on the clock; returns
@@ -166,11 +179,15 @@ def run_preset(
         DeviceLostError: another process has to go on.
     """
     end = clock() + SECONDS if end is None else end
-    first, *others = parts
-    is_right, tuning = _run_and_tune(first, arguments, folder, run, find, end, clock)
+    chosen = chosen_parts(arguments, parts)
+    if arguments.parts is None:
+        is_right, best = _run_and_tune(chosen[0], arguments, folder, run, find, end, clock)
+        chosen = chosen[1:]
+    else:
+        is_right, best = True, _found_constants(folder)
     left_out: list[str] = []
-    with override_constants(module, tuning.best):
-        for part in others:
+    with override_constants(module, best):
+        for part in chosen:
             if clock() < end:
                 is_right &= _run_part(part, arguments, folder / part.name, run, end)
             else:
@@ -188,8 +205,8 @@ def _run_and_tune(
     find: Callable[[BenchmarkArguments, float, TrialLog], Tuning] | None,
     end: float,
     clock: Callable[[], float],
-) -> tuple[bool, Tuning]:
-    """Runs the first part and tunes; returns whether everything in the part is right, and what was found.
+) -> tuple[bool, dict[TunableConstant, Any]]:
+    """Runs the first part and tunes; returns whether everything in the part is right, and the best constants.
 
     Trials are compiled meanwhile, and no longer, because the other parts are measured after it.
     """
@@ -201,7 +218,14 @@ def _run_and_tune(
         until = min(end, clock() + TUNING_SECONDS)
         tuning = _tune_once(options, file, earlier, find or partial(find_constants, compiling=compiling), until)
     print(f"\ntuned{'' if tuning.finished else ' as far as time allowed'}: {tuning.as_record()['best']}")
-    return is_right, tuning
+    return is_right, tuning.best
+
+
+def _found_constants(folder: Path) -> dict[TunableConstant, Any]:
+    """The constants that an earlier command has found; none if it was interrupted before, or tuned nothing."""
+    file = folder / TUNING
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return read_tuning(found).best if "best" in found else {}
 
 
 def _run_part(

@@ -20,7 +20,7 @@ from ..common.errors import UserError, refusal_of
 from ..common.folder_lock import FolderLock
 from ..common.measuring import copy_rate, gemm_rate
 from .arguments import BenchmarkArguments
-from .gpu_preset import GPU, SECONDS, check_preset, forget_parts, run_preset
+from .gpu_preset import SECONDS, check_preset, chosen_parts, forget_parts, run_preset
 from .harness.accuracy import LARGEST_MULTIPLE, RMS_MULTIPLE
 from .harness.comparison import OVER_BUDGET, run_case
 from .harness.interface import Candidate, Case, Subject
@@ -68,10 +68,11 @@ def run_preset_in_workers(argv: Sequence[str], arguments: BenchmarkArguments, fo
     """The preset, in this process if it is one of the workers that the first one starts; returns the exit status."""
     check_preset(arguments)
     if END not in os.environ:
-        make_output(folder, folder / GPU[0].name / RECORD, arguments)
+        for part in chosen_parts(arguments):
+            make_output(folder, folder / part.name / RECORD, arguments)
         with FolderLock(folder / LOCK):
             if arguments.overwrite:
-                forget_parts(folder)
+                forget_parts(arguments, folder)
             return run_workers(argv, SECONDS)
     if GOES_ON in os.environ:
         arguments = replace(arguments, resume=True, overwrite=False)

@@ -68,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
         check_engine("transformers", *TRANSFORMERS)
         show_models_to_server()
         CBGenerateManager.init_cb = check_and_start_batching  # type: ignore[method-assign, assignment]
-        BaseHandler._validate_request = check_fields  # type: ignore[method-assign]
+        BaseHandler._validate_request = check_fields  # type: ignore[method-assign, assignment]
         with ExitStack() as ends:
             server.build_server = partial(build_telling_server, ends)
             if not is_folder:

@@ -8,23 +8,32 @@ from typing import Any
 
 import torch
 
+from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
+
 from ...common.environment import hardware, source_commit, versions
 from .process import ALLOCATOR
 
 
 def run_metadata(argv: Sequence[str], device: torch.device) -> dict[str, Any]:
     """Everything that a reader needs to judge the measurements, or to repeat them."""
+    is_gpu = device.type == "cuda"
     return {
         "command": ["dynattn", "benchmark", *argv],
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": source_commit(),
-        "versions": versions(*(["triton"] if device.type == "cuda" else [])),
+        "versions": versions(*(["triton"] if is_gpu else [])),
         "hardware": hardware(device),
         "clocks": gpu_clocks(device),
         "threads": torch.get_num_threads(),
         "allocator": {name: os.environ.get(name) for name in ALLOCATOR},
         "load_average": os.getloadavg(),
+        **({"kernel_constants": kernel_constants()} if is_gpu else {}),
     }
+
+
+def kernel_constants() -> dict[str, Any]:
+    """The constants of the Triton path with which kernels run now, tuned or not."""
+    return {name: value for name, value in vars(kernel_tuning).items() if name.isupper() and name != "WARP"}
 
 
 def gpu_clocks(device: torch.device) -> dict[str, str] | None:

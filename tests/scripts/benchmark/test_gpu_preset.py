@@ -12,12 +12,13 @@ import torch
 
 from dynattn.scripts.benchmark import gpu_preset as preset
 from dynattn.scripts.benchmark.arguments import BenchmarkArguments
-from dynattn.scripts.benchmark.gpu_preset import GPU, PresetPart, options_of, run_preset
+from dynattn.scripts.benchmark.gpu_preset import GPU, PresetPart, forget_parts, options_of, run_preset
 from dynattn.scripts.benchmark.harness.process import DeviceLostError
 from dynattn.scripts.benchmark.harness.settings import read_settings
 from dynattn.scripts.benchmark.harness.shapes import parse_shape
 from dynattn.scripts.benchmark.harness.tuning import TrialLog, TunableConstant, Tuning
 from dynattn.scripts.benchmark.subjects.selection import select
+from dynattn.scripts.common.atomic_file import write_json
 
 
 class Clock:
@@ -100,6 +101,36 @@ def test_a_second_command_goes_on_with_the_constants_that_the_first_one_found(tm
         arguments = BenchmarkArguments(preset="gpu", resume=resume)
         run_preset(arguments, tmp_path, run, parts=parts, find=find, module=module, clock=clock)
     assert seen == [("first", 32, (1, 2)), ("first", 32, (1, 2)), ("second", 64, (3, 4))]
+
+
+def test_chosen_parts_run_without_tuning_with_the_constants_that_were_found(tmp_path: Path) -> None:
+    module, seen = SimpleNamespace(BLOCK=32), []
+
+    def run(arguments: BenchmarkArguments, folder: Path, end: float) -> bool:
+        seen.append((folder.name, module.BLOCK))
+        return True
+
+    def find(*_: object) -> Tuning:
+        raise AssertionError("tuned")
+
+    parts = (PresetPart("first", {}), PresetPart("second", {}), PresetPart("third", {}))
+    arguments = BenchmarkArguments(preset="gpu", parts=["third", "second"])
+    assert run_preset(arguments, tmp_path, run, parts=parts, find=find, module=module)
+    found = Tuning({TunableConstant("BLOCK", (64,)): 64}, [], finished=True)
+    write_json(tmp_path / preset.TUNING, found.as_record())
+    assert run_preset(arguments, tmp_path, run, parts=parts, find=find, module=module)
+    assert seen == [("second", 32), ("third", 32), ("second", 64), ("third", 64)]
+
+
+def test_overwriting_a_part_keeps_the_others_and_the_constants(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("decode-1/record.json", "official/record.json", preset.TUNING)]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    forget_parts(BenchmarkArguments(preset="gpu", parts=["official"]), tmp_path)
+    assert [file.exists() for file in files] == [True, False, True]
+    forget_parts(BenchmarkArguments(preset="gpu"), tmp_path)
+    assert [file.exists() for file in files] == [False, False, False]
 
 
 def test_a_part_that_fails_as_a_whole_and_tuning_that_fails_cost_nothing_else(

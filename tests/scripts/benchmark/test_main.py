@@ -27,6 +27,11 @@ from dynattn.scripts.common.errors import UserError
         (["--device", "cuda:77"], r"device 'cuda:77' is not there \(\d+ CUDA devices found\); use cpu"),
         (["--resume", "--overwrite"], "--resume goes on with the record that --overwrite would replace"),
         (["--preset", "gpu", "--dtype", "float16", "--window", "9"], "--preset gpu decides dtype, window by itself"),
+        (
+            ["--preset", "gpu", "--parts", "decode-16", "dcode-1"],
+            "the preset has no part 'dcode-1'; its parts are",
+        ),
+        (["--parts", "decode-1"], "--parts decode-1 are parts of a preset; add --preset gpu"),
         (["--preset", "gpu"], "--preset gpu needs a CUDA device, and none was found"),
         (["--budget", "0"], "budget=0.0 must be a positive number"),
         (["--threads", "0"], "threads must be at least 1, not 0"),

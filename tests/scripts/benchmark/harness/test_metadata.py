@@ -1,12 +1,15 @@
 """What a record says about the GPU that was measured."""
 
+import json
 import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dynattn.scripts.benchmark.harness.metadata import gpu_clocks
+from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
+from dynattn.scripts.benchmark.harness.metadata import gpu_clocks, kernel_constants
+from dynattn.scripts.benchmark.harness.tuning import TunableConstant, override_constants
 
 
 def test_the_clocks_are_those_of_the_gpu_that_pytorch_numbers_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +27,9 @@ def test_the_clocks_are_those_of_the_gpu_that_pytorch_numbers_so(monkeypatch: py
     assert clocks is not None and clocks["clocks.max.sm"] == "1980 MHz" and clocks["driver_version"] == "580.159.03"
     assert commands[0][-1] == "--id=GPU-ffc79498-8ff3-c2dc-3b0d-fafd804516ae"
     assert gpu_clocks(torch.device("cpu")) is None
+
+
+def test_a_record_has_the_constants_that_the_tuner_has_set() -> None:
+    assert kernel_constants()["LARGEST_MAP"] == kernel_tuning.LARGEST_MAP
+    with override_constants(kernel_tuning, {TunableConstant("LARGEST_MAP", ()): 5}):
+        assert json.loads(json.dumps(kernel_constants()))["LARGEST_MAP"] == 5
