@@ -94,9 +94,8 @@ def run_job(engine: Engine, arguments: PretrainArguments, run: RunFolder, signal
     started, accelerator = time.perf_counter(), engine.accelerator
     if accelerator.is_main_process:
         source_commit()  # for the result, at the end
-    resume_from = on_main(
-        accelerator, run.path, lambda: run.start_point(arguments.resume, arguments.overwrite, arguments.max_steps)
-    )
+    start = arguments.resume, arguments.overwrite, arguments.max_steps, arguments.init_from
+    resume_from = on_main(accelerator, run.path, lambda: run.start_point(*start))
     plan = make_plan(engine, arguments, run, resume_from)
     on_main(accelerator, run.path, lambda: run.begin(dataclasses.asdict(arguments), resume_from))
     accelerator.print(describe(plan, engine, arguments, resume_from))

@@ -180,9 +180,18 @@ def build_fingerprint(
         **dataclasses.asdict(schedule),
         "global_batch": order.global_batch,
         "pass_length": order.pass_length,
+        "init_from": name_of_parent(arguments.init_from),
         **({"mixture_block": order.block} if isinstance(order, MixtureOrder) else {}),
     }
     return json.loads(json.dumps(fingerprint))
+
+
+def name_of_parent(init_from: str | None) -> str | None:
+    """A name on the Hub, or the last two names of a folder's path: a resumed run may have moved with its parent."""
+    if init_from is None:
+        return None
+    place = Path(init_from)
+    return "/".join(place.resolve().parts[-2:]) if place.is_dir() else init_from
 
 
 def describe(plan: Plan, engine: Engine, arguments: PretrainArguments, resume_from: Path | None) -> str:

@@ -97,11 +97,14 @@ class RunFolder:
             return False
         return isinstance(arguments, dict) and {"output", "dataset"} <= arguments.keys()
 
-    def start_point(self, resume: str, overwrite: bool, max_steps: int | None = None) -> Path | None:
+    def start_point(
+        self, resume: str, overwrite: bool, max_steps: int | None = None, init_from: str | None = None
+    ) -> Path | None:
         """The checkpoint to resume from, whose files have been verified, or None to start anew.
 
         Args:
             max_steps: the option of the run that starts; a finished run with fewer updates may then be extended.
+            init_from: where the weights come from, which may be a part of the run that the folder holds.
 
         Raises:
             UserError: the folder holds something that starting would destroy, or the checkpoint is missing or damaged.
@@ -111,6 +114,11 @@ class RunFolder:
         if overwrite and in_place:
             raise UserError(
                 f"--overwrite would delete the checkpoint {chosen}; leave it out, or copy the checkpoint first"
+            )
+        if overwrite and init_from is not None and any(_is_inside(Path(init_from), path) for path in self._own_paths()):
+            raise UserError(
+                f"--overwrite would delete init_from={init_from} with the run that it belongs to; give another output, "
+                "or copy it first"
             )
         if chosen is not None and not in_place and _is_inside(chosen, self.path):
             raise UserError(

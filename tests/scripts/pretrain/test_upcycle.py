@@ -2,6 +2,7 @@
 
 import copy
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +116,37 @@ def test_resuming_around_the_freeze_repeats_the_uninterrupted_run(
     [
         ({"freeze_parent_steps": 3}, r"first_step \(was 4, is 3\)"),
         ({"composition_learning_rate": 2e-2}, r"composition_learning_rate \(was None, is 0.02\)"),
+        ({"init_from": "a copy"}, r"init_from \(was .+/upcycled, is .+/other\)"),
     ],
 )
 def test_a_run_resumes_only_with_its_own_freeze_and_rates(
     changes: dict[str, Any], message: str, frozen_first: Result, upcycled: Path, corpus: Path, tmp_path: Path
 ):
     checkpoint = str(frozen_first.output / "checkpoints" / "step-000002")
+    if "init_from" in changes:
+        changes = {"init_from": str(shutil.copytree(upcycled, tmp_path / "other"))}
     options = {"init_from": str(upcycled), "freeze_parent_steps": FROZEN, "resume": checkpoint}
     with pytest.raises(UserError, match=message):
         run(tmp_path / "run", corpus, **{**options, **changes})
+
+
+def test_a_run_resumes_although_its_parent_has_moved_with_it(
+    frozen_first: Result, upcycled: Path, corpus: Path, tmp_path: Path
+):
+    moved = shutil.copytree(upcycled, tmp_path / upcycled.parent.name / upcycled.name)
+    checkpoint = str(frozen_first.output / "checkpoints" / "step-000002")
+    options = {"init_from": str(moved), "freeze_parent_steps": FROZEN, "resume": checkpoint}
+    assert run(tmp_path / "run", corpus, **options).steps == frozen_first.steps
+
+
+@pytest.mark.parametrize("part", ["model", "checkpoints/step-000002"])
+def test_overwriting_keeps_the_weights_that_the_run_would_start_from(
+    part: str, frozen_first: Result, corpus: Path, tmp_path: Path
+):
+    earlier = shutil.copytree(frozen_first.output, tmp_path / "run")
+    with pytest.raises(UserError, match="--overwrite would delete init_from="):
+        run(earlier, corpus, init_from=str(earlier / part), overwrite=True)
+    assert (earlier / "model" / "model.safetensors").exists()
 
 
 def test_frozen_weights_warm_up_when_they_begin_to_learn(frozen_first: Result):
