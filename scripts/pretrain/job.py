@@ -52,7 +52,7 @@ from .optimizer import build_optimizer
 from .outputs import checkpoint
 from .outputs.checkpoint import TrainingProgress
 from .outputs.checkpoint_writer import CheckpointWriter
-from .outputs.metrics import MetricsLog, tensorboard_errors_told_once
+from .outputs.metrics import MetricsLog, check_trackers, tensorboard_errors_told_once
 from .outputs.run_folder import RunFolder, remove
 from .outputs.throughput import Throughput
 from .plan import Plan, build_plan, describe
@@ -61,6 +61,9 @@ from .results import Result, summarize
 from .stopping import StopSignals
 from .trainer import Trainer
 from .weight_average import WeightAverage
+
+# Options that may name a part of an earlier run.
+SOURCES = ("init_from", "tokenizer", "dataset", "validation_dataset")
 
 
 def pretrain(arguments: PretrainArguments) -> Result:
@@ -94,7 +97,8 @@ def run_job(engine: Engine, arguments: PretrainArguments, run: RunFolder, signal
     started, accelerator = time.perf_counter(), engine.accelerator
     if accelerator.is_main_process:
         source_commit()  # for the result, at the end
-    start = arguments.resume, arguments.overwrite, arguments.max_steps, arguments.init_from
+    sources = {name: getattr(arguments, name) for name in SOURCES}
+    start = arguments.resume, arguments.overwrite, arguments.max_steps, sources
     resume_from = on_main(accelerator, run.path, lambda: run.start_point(*start))
     plan = make_plan(engine, arguments, run, resume_from)
     on_main(accelerator, run.path, lambda: run.begin(dataclasses.asdict(arguments), resume_from))
@@ -162,6 +166,7 @@ def make_plan(engine: Engine, arguments: PretrainArguments, run: RunFolder, resu
     plan = on_all(run.path, lambda: build_plan(arguments, run, source, processes, resume_from, on_meta=on_meta))
     on_all(run.path, lambda: check_precision(engine, arguments))
     on_all(run.path, lambda: check_attention(arguments, accelerator.device))
+    on_main(accelerator, run.path, lambda: check_trackers(arguments.trackers))
     if resume_from is not None:
         on_main(accelerator, run.path, lambda: checkpoint.check_same_run(resume_from, plan.fingerprint))
     return plan

@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -53,6 +54,13 @@ class MetricsLog:
         split, step = record["split"], record["step"]
         values = {f"{split}/{name}": value for name, value in record.items() if name not in ("split", "step")}
         self.accelerator.log(values, step=step)
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises UserError if the package of a tracker is missing: before anything of an earlier run is replaced."""
+    for name in names:
+        if find_spec(name) is None:
+            raise UserError(f"trackers: {name} is not installed; `pip install {name}`, or leave it out")
 
 
 def start_tracker(accelerator: Accelerator, name: str, run_name: str) -> None:

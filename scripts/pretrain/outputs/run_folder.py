@@ -98,13 +98,13 @@ class RunFolder:
         return isinstance(arguments, dict) and {"output", "dataset"} <= arguments.keys()
 
     def start_point(
-        self, resume: str, overwrite: bool, max_steps: int | None = None, init_from: str | None = None
+        self, resume: str, overwrite: bool, max_steps: int | None, sources: Mapping[str, str | None]
     ) -> Path | None:
         """The checkpoint to resume from, whose files have been verified, or None to start anew.
 
         Args:
             max_steps: the option of the run that starts; a finished run with fewer updates may then be extended.
-            init_from: where the weights come from, which may be a part of the run that the folder holds.
+            sources: the options that name what the run starts from, which may be a part of the run in the folder.
 
         Raises:
             UserError: the folder holds something that starting would destroy, or the checkpoint is missing or damaged.
@@ -115,11 +115,8 @@ class RunFolder:
             raise UserError(
                 f"--overwrite would delete the checkpoint {chosen}; leave it out, or copy the checkpoint first"
             )
-        if overwrite and init_from is not None and any(_is_inside(Path(init_from), path) for path in self._own_paths()):
-            raise UserError(
-                f"--overwrite would delete init_from={init_from} with the run that it belongs to; give another output, "
-                "or copy it first"
-            )
+        if overwrite:
+            self._check_kept(sources)
         if chosen is not None and not in_place and _is_inside(chosen, self.path):
             raise UserError(
                 f"a run in {self.path} that resumes from {chosen} would delete it with the run that is there; give "
@@ -249,6 +246,16 @@ class RunFolder:
                     f"output={self.path} holds {foreign[0]} and no run of dynattn pretrain; give a new or empty folder"
                 )
 
+    def _check_kept(self, sources: Mapping[str, str | None]) -> None:
+        """Refuses to delete what the run starts from, except for the earlier run's tokenizer, which is copied first."""
+        deleted = [path for path in self._own_paths() if path != self.tokenizer]
+        for name, source in sources.items():
+            if source is not None and any(_is_inside(Path(source), path) for path in deleted):
+                raise UserError(
+                    f"--overwrite would delete {name}={source} with the run that it belongs to; give another output, "
+                    "or copy it first"
+                )
+
     def _check_free(self, *, checkpoints_too: bool) -> None:
         """Refuses a folder that holds a finished model or, with `checkpoints_too`, a checkpoint."""
         if self.model.exists():
@@ -274,8 +281,8 @@ def _is_inside(path: Path, folder: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Deletes a file or a folder, if it is there."""
-    if path.is_dir():
+    """Deletes a file, a link or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -28,10 +28,10 @@ DIFFERENCES += [head for score in ("accuracy", "bits/character") for head in (sc
 READING = """\
 Mean ± standard deviation over seeds; a seed decides the initial weights and where in the text training starts, the same
 place for all variants. *Validation*: the whole split (`--quick`: its beginning), memory carried on. *Training*: as much
-text, the last that was trained on. *All training batches*: accuracy since the first update, each batch before it was
-learned from; the closest to the paper's running average. *Tokens/s* and *wall s* are of runs beside other work and
-do not compare variants; the table of single updates does. Differences are paired by seed; p of a two-sided paired
-t-test, not corrected for the number of tests."""
+text that was trained on, the last of it or, after more than a pass, the end of the split. *All training batches*:
+accuracy since the first update, each batch before it was learned from; the closest to the paper's running average.
+*Tokens/s* and *wall s* are of runs beside other work and do not compare variants; the table of single updates does.
+Differences are paired by seed; p of a two-sided paired t-test, not corrected for the number of tests."""
 
 
 def format_record(record: Record) -> str:

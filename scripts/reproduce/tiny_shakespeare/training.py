@@ -187,7 +187,11 @@ def held_out(run: Run, corpus: Corpus) -> TokenStreams:
 
 
 def seen_text(run: Run, corpus: Corpus) -> TokenStreams:
-    """The text that was trained on last: as much as `held_out` scores, or all of it if that is less."""
+    """Text that was trained on, as much as `held_out` scores or all of it if that is less.
+
+    It is the last that was read. After more than a pass it is the end of the split, which was read in the last pass or
+    in the one before.
+    """
     setting, streams = run.setting, training_streams(run, corpus)
     first, length = first_segment(run, streams), streams.inputs.shape[1]
     stop = min((first + setting.steps) * setting.segment, length)

@@ -139,14 +139,33 @@ def test_a_run_resumes_although_its_parent_has_moved_with_it(
     assert run(tmp_path / "run", corpus, **options).steps == frozen_first.steps
 
 
-@pytest.mark.parametrize("part", ["model", "checkpoints/step-000002"])
-def test_overwriting_keeps_the_weights_that_the_run_would_start_from(
-    part: str, frozen_first: Result, corpus: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"init_from": "model"}, "--overwrite would delete init_from="),
+        ({"init_from": "checkpoints/step-000002"}, "--overwrite would delete init_from="),
+        ({"tokenizer": "model"}, "--overwrite would delete tokenizer="),
+        ({"trackers": ["trackio"]}, "trackers: trackio is not installed; `pip install trackio`, or leave it out"),
+    ],
+)
+def test_overwriting_keeps_the_earlier_run_if_the_next_one_needs_it_or_cannot_begin(
+    options: dict[str, Any], message: str, frozen_first: Result, upcycled: Path, corpus: Path, tmp_path: Path
 ):
     earlier = shutil.copytree(frozen_first.output, tmp_path / "run")
-    with pytest.raises(UserError, match="--overwrite would delete init_from="):
-        run(earlier, corpus, init_from=str(earlier / part), overwrite=True)
+    options = {name: str(earlier / value) if isinstance(value, str) else value for name, value in options.items()}
+    with pytest.raises(UserError, match=message):
+        run(earlier, corpus, overwrite=True, **{"init_from": str(upcycled), **options})
     assert (earlier / "model" / "model.safetensors").exists()
+
+
+def test_overwriting_removes_the_link_that_a_model_is_and_not_what_it_leads_to(
+    frozen_first: Result, upcycled: Path, corpus: Path, tmp_path: Path
+):
+    earlier, elsewhere = shutil.copytree(frozen_first.output, tmp_path / "run"), tmp_path / "elsewhere"
+    (earlier / "model").rename(elsewhere)
+    (earlier / "model").symlink_to(elsewhere, target_is_directory=True)
+    run(earlier, corpus, init_from=str(upcycled), overwrite=True)
+    assert not (earlier / "model").is_symlink() and (elsewhere / "model.safetensors").exists()
 
 
 def test_frozen_weights_warm_up_when_they_begin_to_learn(frozen_first: Result):
