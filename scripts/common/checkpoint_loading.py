@@ -67,7 +67,7 @@ def find_device(name: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.empty(1, device=device).item()
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA fails an assertion
         raise UserError(f"device {name!r} cannot be used: {first_line(error)}") from error
     return device
@@ -123,7 +123,12 @@ def _load_model(
         if changes is not None:
             config = type(config).from_dict({**config.to_dict(), **changes(config)})
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+            path,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
         model, info = loaded
     except UserError:
@@ -137,9 +142,26 @@ def _load_model(
             f"{path} is a {config.model_type} that reads each token with those after it, so that predicting them means "
             "nothing; if it was trained to read left to right, set is_decoder to true in its config.json"
         )
-    if absent := sorted(info["missing_keys"]):
-        raise UserError(f"the checkpoint {path} lacks {len(absent)} of the model's weights, such as {absent[0]}")
+    check_loaded(f"the checkpoint {path}", info)
     return model
+
+
+def check_loaded(place: str, info: Mapping[str, Any]) -> None:
+    """Raises UserError unless a checkpoint had all weights of its model, in their shapes.
+
+    Args:
+        place: what the message calls the checkpoint.
+        info: what `from_pretrained` returns with `output_loading_info=True`. Only with `ignore_mismatched_sizes=True`
+            does it return at all if shapes differ.
+    """
+    if absent := sorted(info["missing_keys"]):
+        raise UserError(f"{place} lacks {len(absent)} weights of the model, such as {absent[0]}; check it")
+    if other := sorted(info["mismatched_keys"]):
+        name, stored, needed = other[0]
+        raise UserError(
+            f"config.json of {place} does not fit the weights: {name} has the shape {list(stored)} and would need "
+            f"{list(needed)}; use the configuration that belongs to them"
+        )
 
 
 def reads_both_ways(config: PreTrainedConfig) -> bool:

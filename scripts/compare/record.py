@@ -35,7 +35,7 @@ def read_run(folder: Path) -> Run:
     """Reads a finished run: its options, its measurements, and its losses after each number of tokens.
 
     Raises:
-        UserError: its result is damaged or gone.
+        UserError: its result or its losses are damaged or gone.
     """
     fix = f"remove {folder} to repeat the run"
     try:
@@ -43,7 +43,9 @@ def read_run(folder: Path) -> Run:
     except FileNotFoundError as error:
         raise UserError(f"{folder} holds no result.json; {fix}") from error
     lines = read_metrics(folder / "metrics.jsonl")
-    flops = result["flops_per_second"]
+    flops, validation = result["flops_per_second"], _curve(lines, "validation", ("tokens", "loss", "bits_per_byte"))
+    if not validation:
+        raise UserError(f"{folder / 'metrics.jsonl'} holds no validation loss; {fix}")
     return {
         **{name: result["arguments"][name] for name in OPTIONS},
         **{name: result[name] for name in MEASURED},
@@ -51,7 +53,7 @@ def read_run(folder: Path) -> Run:
         "objective": result["arguments"].get("objective", "causal_lm"),
         "validation_targets": result.get("validation_targets") or _count_targets(folder),
         "flops_per_token": None if flops is None else flops / result["tokens_per_second"],
-        "validation": _curve(lines, "validation", ("tokens", "loss", "bits_per_byte")),
+        "validation": validation,
         "train": _curve(lines, "train", ("tokens", "loss")),
     }
 

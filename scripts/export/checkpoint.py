@@ -10,6 +10,7 @@ from dynattn.families import FAMILIES
 from dynattn.modeling.positions.rotary import batch_dependent_rope
 
 from ..common.checkpoint_files import read_config
+from ..common.checkpoint_loading import check_loaded
 from ..common.errors import UserError, refusal_of
 
 
@@ -32,6 +33,7 @@ def load_checkpoint(folder: Path) -> PreTrainedModel:
             folder,
             dtype=torch.float32,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
             trust_remote_code=False,
             use_cache=True,  # the graphs take and return a cache and logits, whatever training has left here
             output_attentions=False,
@@ -40,8 +42,7 @@ def load_checkpoint(folder: Path) -> PreTrainedModel:
     except Exception as error:  # damaged files and bad values in them raise errors of many types
         raise UserError(f"the model in {folder} does not load: {refusal_of(error)}") from error
     model, info = loaded
-    if misfits := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
-        raise UserError(f"the weights in {folder} do not fit its config.json: {misfits[0]} ({len(misfits)} in all)")
+    check_loaded(str(folder), info)
     refuse_batch_dependent_rope(model.config, folder)
     return model.eval()
 

@@ -30,6 +30,7 @@ from torch import accelerator as torch_accelerator
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..common.atomic_file import partial_path, put_in_place
+from ..common.compiler import check_compiler
 from ..common.disk_errors import disk_errors_explained
 from ..common.environment import source_commit
 from ..common.errors import UserError
@@ -63,7 +64,7 @@ from .trainer import Trainer
 from .weight_average import WeightAverage
 
 # Options that may name a part of an earlier run.
-SOURCES = ("init_from", "tokenizer", "dataset", "validation_dataset")
+SOURCES = ("init_from", "tokenizer", "dataset", "validation_dataset", "chat_template")
 
 
 def pretrain(arguments: PretrainArguments) -> Result:
@@ -84,7 +85,7 @@ def pretrain(arguments: PretrainArguments) -> Result:
     with disk_errors_explained(run.path), tensorboard_errors_told_once():
         try:
             signals = StopSignals(accelerator.is_main_process, arguments.max_seconds)
-            with signals, occupied(accelerator, run):
+            with signals, occupied(accelerator, run, arguments.token_cache):
                 return run_job(engine, arguments, run, signals)
         finally:
             # A process that exits while its model still holds the process group can hang.
@@ -116,12 +117,12 @@ def run_job(engine: Engine, arguments: PretrainArguments, run: RunFolder, signal
 
 
 @contextmanager
-def occupied(accelerator: Accelerator, run: RunFolder) -> Iterator[None]:
+def occupied(accelerator: Accelerator, run: RunFolder, token_cache: str | None) -> Iterator[None]:
     """Keeps other runs out of the folder during the block, and removes files that a failure left unfinished."""
     lock = FolderLock(run.lock)
 
     def occupy() -> None:
-        run.check_ours()
+        run.check_ours(token_cache)
         lock.take()
         run.remove_leftovers()
 
@@ -167,6 +168,8 @@ def make_plan(engine: Engine, arguments: PretrainArguments, run: RunFolder, resu
     on_all(run.path, lambda: check_precision(engine, arguments))
     on_all(run.path, lambda: check_attention(arguments, accelerator.device))
     on_main(accelerator, run.path, lambda: check_trackers(arguments.trackers))
+    if arguments.compile:
+        on_all(run.path, lambda: check_compiler("compile", accelerator.device))
     if resume_from is not None:
         on_main(accelerator, run.path, lambda: checkpoint.check_same_run(resume_from, plan.fingerprint))
     return plan

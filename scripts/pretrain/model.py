@@ -35,7 +35,7 @@ from dynattn.modeling.ops.dcmha.triton.kernels.registry import load_kernels
 
 from ..common.arguments import suggest
 from ..common.carried_memory import check_memory
-from ..common.checkpoint_loading import reads_both_ways
+from ..common.checkpoint_loading import check_loaded, reads_both_ways
 from ..common.errors import UserError
 from ..common.special_tokens import start_token_id
 from .arguments import PretrainArguments
@@ -202,9 +202,10 @@ def _load_or_initialize(arguments: PretrainArguments, config: PreTrainedConfig, 
     auto_class = AUTO_CLASSES[arguments.objective]
     if arguments.init_from and not on_meta:
         source = arguments.init_from
-        model, info = auto_class.from_pretrained(source, config=config, output_loading_info=True, **options)
-        if lost := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
-            raise UserError(f"init_from={source} lacks {len(lost)} weights of the model, such as {lost[0]}; check it")
+        model, info = auto_class.from_pretrained(
+            source, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+        check_loaded(f"init_from={source}", info)
         return model
     with torch.device("meta") if on_meta else nullcontext():
         return auto_class.from_config(config, **options)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, DatasetDict, IterableDataset, Value, concatenate_datasets, load_dataset
+from datasets.table import CastError
 
 from ...common.builtin_corpus import Split, builtin_conversations, builtin_corpus_name, builtin_documents
 from ...common.errors import UserError, first_line
@@ -153,7 +154,12 @@ def load_stream(source: str, arguments: PretrainArguments) -> IterableDataset:
         raise UserError(f"{source} has no column {column!r}, only {stream.column_names}; name one of them")
 
     def to_text(row: dict[str, Any]) -> dict[str, str]:
-        return {"text": as_json(row[column]) if arguments.chat_column else row[column] or ""}
+        value = row[column]
+        if arguments.chat_column:
+            return {"text": as_json(value)}
+        if not isinstance(value, str | None):
+            raise UserError(f"the column {column!r} of {source} holds {value!r}, not text; set text_column to another")
+        return {"text": value or ""}
 
     texts = stream.map(to_text, remove_columns=stream.column_names)
     return texts.filter(lambda row: bool(row["text"].strip()))
@@ -214,7 +220,10 @@ def _load_files(suffix: str, files: list[Path], streaming: bool = False) -> Any:
             raise UserError(
                 f"the cache of datasets cannot be written: {first_line(cause)}; set HF_HOME to a folder that can"
             ) from error
-        raise UserError(f"cannot read {', '.join(chosen)} as {LOADERS[suffix]}: {first_line(cause)}") from error
+        # The first line of this error says nothing; all of it names the columns that files do not share.
+        reason = " ".join(str(cause).split()) if isinstance(cause, CastError) else first_line(cause)
+        rest = f" and {len(chosen) - 1} more files" if len(chosen) > 1 else ""
+        raise UserError(f"cannot read {chosen[0]}{rest} as {LOADERS[suffix]}: {reason}") from error
 
 
 def _load_hub(name: str, config: str | None, split: str, streaming: bool = False) -> Any:

@@ -58,6 +58,8 @@ def split_stream(stream: IterableDataset, named: Dataset | None) -> tuple[Datase
     """
     try:
         texts = [row["text"] for row in stream.take(HELD_OUT_DOCUMENTS + 1)]
+    except UserError:
+        raise
     except Exception as error:  # network and parsers raise whatever they like
         raise UserError(f"cannot read the head of the stream: {first_line(error)}; check the data") from error
     first = Dataset.from_dict({"text": texts[:HELD_OUT_DOCUMENTS]})

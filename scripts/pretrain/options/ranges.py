@@ -48,6 +48,8 @@ NOT_NEGATIVE = (
 )
 # Smaller numbers are zero, or nearly, in float32, and AdamW divides by epsilon alone where a gradient is zero.
 SMALLEST_EPSILON = 1e-37
+# AdamW divides rates by less than one in the first updates, and larger ones overflow float32.
+LARGEST_RATE = 1e30
 FRACTIONS = ("min_learning_rate_ratio", "decay_share", "adam_beta1", "adam_beta2", "muon_momentum", "ema_decay")
 # A moving average with a decay of 1 never changes.
 BELOW_ONE = ("adam_beta1", "adam_beta2", "muon_momentum", "ema_decay")
@@ -92,6 +94,9 @@ class RangedOptions(OptimizationOptions, DataOptions, ModelOptions, RunningOptio
             require(value is None or value < 1, name, value, "below 1")
         share, length, epsilon = self.validation_share, self.sequence_length, self.adam_epsilon
         require(epsilon >= SMALLEST_EPSILON, "adam_epsilon", epsilon, f"{SMALLEST_EPSILON} or more")
+        for name in ("learning_rate", "composition_learning_rate"):
+            value = getattr(self, name)
+            require(value is None or value <= LARGEST_RATE, name, value, f"at most {LARGEST_RATE:g}")
         require(0 < share < 1, "validation_share", share, "above 0 and below 1")
         require(length >= 2, "sequence_length", length, "2 or more")
         for name, kind in CHOICES.items():

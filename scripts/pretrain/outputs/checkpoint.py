@@ -169,6 +169,10 @@ def verify(path: Path) -> None:
     """
     if not path.is_dir():
         raise UserError(f"there is no checkpoint {path}; give the path of a step-NNNNNN folder, auto, intact or never")
+    if CHECKPOINT_NAME.fullmatch(path.resolve().name) is None:
+        found = list_checkpoints(path) or list_checkpoints(path / "checkpoints")
+        newest = f"; the newest of this run is {found[-1]}" if found else ", whose name is step-NNNNNN"
+        raise UserError(f"{path} is no checkpoint{newest}")
     if damage := find_damage(path):
         older = [other for other in list_checkpoints(path.parent) if step_of(other) < step_of(path)]
         intact = next((other for other in reversed(older) if find_damage(other) is None), None)

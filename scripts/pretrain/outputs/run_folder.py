@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ...common.atomic_file import partial_path, put_in_place, write_json
+from ...common.atomic_folder import check_nothing_else
+from ...common.checkpoint_files import WRITTEN_PATTERNS
 from ...common.errors import UserError
 from . import checkpoint
 
@@ -124,6 +126,8 @@ class RunFolder:
             )
         if not overwrite and not (in_place and self._is_shorter(max_steps)):
             self._check_free(checkpoints_too=not in_place)
+        if self.model.is_dir() and not self.model.is_symlink():
+            check_nothing_else(self.model, WRITTEN_PATTERNS)
         if chosen is not None:
             checkpoint.verify(chosen)
         return chosen
@@ -226,8 +230,11 @@ class RunFolder:
         """The names under which files and folders are written before they are complete."""
         return self.prepared, *(partial_path(path) for path in (self.marker, *self._own_paths()))
 
-    def check_ours(self) -> None:
+    def check_ours(self, token_cache: str | None = None) -> None:
         """Refuses an output that is a file, or a folder with content that is not a run's.
+
+        Args:
+            token_cache: the option, which may name a folder in this one.
 
         Raises:
             UserError: it is one of these.
@@ -236,7 +243,10 @@ class RunFolder:
             raise UserError(f"output={self.path} is a file; give a folder")
         if self.path.is_dir() and not self.is_marked:
             ours = (self.lock, *self._partial_paths())
-            foreign = sorted(entry.name for entry in self.path.iterdir() if entry not in ours)
+            entries = [entry for entry in self.path.iterdir() if entry not in ours]
+            foreign = sorted(
+                entry.name for entry in entries if token_cache is None or not _is_inside(Path(token_cache), entry)
+            )
             if self.marker.exists() and (found := checkpoint.list_checkpoints(self.checkpoints)):
                 raise UserError(
                     f"{self.marker} is damaged; to go on, give another output folder and --resume {found[-1]}"

@@ -3,7 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from ...common.atomic_file import read_json, without_nan, write_json, write_whole
+from ...common.compiler import check_compiler
 from ...common.environment import provenance, source_commit
 from ...common.errors import UserError
 from ...common.folder_names import make_folder, resolve_folder
@@ -52,6 +55,8 @@ def train_all(arguments: StudyArguments, output: Path) -> None:
     planned = [{"settings": run.settings(), "data": corpora[run.corpus].description} for run in runs]
     check_comparable([*finished, *planned])  # before the first run, and not when it is reported
     source_commit()  # for the files of runs, much later
+    if arguments.compiled:
+        check_compiler("--compiled", torch.device("cpu"))
     make_folder(output)
     with lock_of(output):
         for run in runs:

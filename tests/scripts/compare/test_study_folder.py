@@ -94,6 +94,10 @@ def test_files_that_were_cut_off_are_named(content: str, tmp_path: Path) -> None
         claim(tmp_path, variants(), "comparison")
     with pytest.raises(UserError, match=rf"result.json is damaged: .*; remove {tmp_path} to repeat the run"):
         read_run(tmp_path)
+    result = {"flops_per_second": None, "arguments": {}}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    with pytest.raises(UserError, match=rf"metrics.jsonl holds no validation loss; remove {tmp_path} to repeat"):
+        read_run(tmp_path)
     (tmp_path / "result.json").unlink()
     with pytest.raises(UserError, match=rf"holds no result.json; remove {tmp_path} to repeat the run"):
         read_run(tmp_path)

@@ -370,6 +370,9 @@ def damage(checkpoint: Path, how: str) -> None:
             model.save_pretrained(checkpoint)
         case "small embedding":
             llama(vocab_size=300).save_pretrained(checkpoint)
+        case "another size":
+            config = json.loads((checkpoint / "config.json").read_text())
+            (checkpoint / "config.json").write_text(json.dumps(config | {"vocab_size": 400}))
         case "unknown type":
             (checkpoint / "config.json").write_text('{"model_type": "unheard_of"}')
         case "no config":
@@ -389,6 +392,7 @@ def damage(checkpoint: Path, how: str) -> None:
         ("truncated weights", "cannot load a causal language model from"),
         ("NaN weights", "the model's logits are NaN"),
         ("small embedding", "the tokenizer has ids up to 383 but the model embeds 300 (0 ... 299)"),
+        ("another size", "has the shape [384, 32] and would need [400, 32]; use the configuration that belongs"),
         ("unknown type", "`unheard_of`"),
         ("unknown type", "goes with --import"),
         ("no config", "has no config.json; give that of a checkpoint"),
@@ -421,6 +425,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(
         (["--output", "x" * 300], "cannot be a folder: File name too long"),
         (["--seed", "-1"], "seed=-1 must be between 0 and"),
         (["--device", "abacus"], "device 'abacus' cannot be used"),
+        (["--device", "meta"], "device 'meta' cannot be used"),
         (["--include_path", "nowhere"], "include_path nowhere is not a folder"),
         (["--tokenizer", "./nowhere"], "there is no folder ./nowhere"),
     ],

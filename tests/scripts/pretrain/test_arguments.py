@@ -36,6 +36,7 @@ def test_options_override_the_file_and_are_converted(tmp_path: Path):
         ("--seed 4294967296", "seed=4294967296 must be between 0 and"),
         ("--adam_beta2 1", "adam_beta2=1.0 must be below 1"),
         ("--learning_rate inf", "learning_rate=inf must be finite"),
+        ("--learning_rate 1e39 --weight_decay 0", "learning_rate=1e+39 must be at most 1e+30"),
         ("--epochs inf", "epochs=inf must be finite"),
         ("--batch_size 99999999999", "batch_size=99999999999 must be at most 2147483647"),
         ("--dataloader_workers 100000", "dataloader_workers=100000 must be at most 1024"),

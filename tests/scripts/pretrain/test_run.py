@@ -270,6 +270,32 @@ def test_an_older_checkpoint_resumes_by_its_path(interrupted: Path, finished: Re
     assert without_timing(elsewhere.output) == [line for line in without_timing(finished.output) if line["step"] > 8]
     with pytest.raises(UserError, match="there is no checkpoint nowhere"):
         run(tmp_path / "other", corpus, resume="nowhere")
+    for place in (output, output / "checkpoints"):
+        with pytest.raises(UserError, match=f"{place} is no checkpoint; the newest of this run is .*/step-000012"):
+            run(tmp_path / "other", corpus, resume=str(place))
+    with pytest.raises(UserError, match=f"{tmp_path} is no checkpoint, whose name is step-NNNNNN"):
+        run(tmp_path / "other", corpus, resume=str(tmp_path))
+
+
+@pytest.mark.parametrize("changes", [{"max_steps": 14}, {"overwrite": True}], ids=["extended", "overwritten"])
+def test_files_of_the_users_in_the_folder_of_the_model_stay(
+    changes: dict[str, Any], finished: Result, corpus: Path, tmp_path: Path
+):
+    output = Path(shutil.copytree(finished.output, tmp_path / "run"))
+    (output / "model" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"model also holds notes.txt, which would be lost; move it"):
+        run(output, corpus, **changes)
+    assert (output / "model" / "notes.txt").exists()
+
+
+def test_models_are_not_compiled_without_a_compiler(
+    finished: Result, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    output = Path(shutil.copytree(finished.output, tmp_path / "run"))
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    with pytest.raises(UserError, match=r"compile needs a C\+\+ compiler, and no-such-compiler was not found"):
+        run(output, corpus, compile=True, overwrite=True)
+    assert (output / "model").is_dir()
 
 
 def test_a_checkpoint_of_the_last_update_becomes_the_same_model_elsewhere(

@@ -18,6 +18,7 @@ from dynattn.scripts.pretrain.data.documents import (
     load_documents,
     load_stream,
 )
+from dynattn.scripts.pretrain.data.streaming import split_stream
 
 
 def test_held_out_documents_are_not_training_documents():
@@ -133,6 +134,14 @@ def test_data_mistakes_are_told(tmp_path: Path):
             load_documents(PretrainArguments(output="x", dataset=str(tmp_path / name)))
     with pytest.raises(UserError, match=r"holds .*int64.*, not text"):
         load_documents(PretrainArguments(output="x", dataset=str(tmp_path / "good.jsonl"), text_column="number"))
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "mixed" / "b.jsonl").write_text('{"txt": "b"}\n')
+    with pytest.raises(UserError, match=r"a.jsonl and 1 more files as json: .*txt.* because column names don't match"):
+        load_documents(PretrainArguments(output="x", dataset=str(tmp_path / "mixed")))
+    stream = load_stream(str(tmp_path / "good.jsonl"), PretrainArguments(output="x", text_column="number"))
+    with pytest.raises(UserError, match=r"the column 'number' of .*good.jsonl holds 3, not text; set text_column"):
+        split_stream(stream, None)
     with pytest.raises(UserError, match=r"dataset_config=en is of a Hub dataset, not of .*good\.jsonl"):
         check_splits(PretrainArguments(output="x", dataset=str(tmp_path / "good.jsonl"), dataset_config="en"))
     with pytest.raises(UserError, match="cannot load the split 'train' of the dataset 'no_such_dataset'"):

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,6 +131,15 @@ def test_a_damaged_or_foreign_cache_entry_is_refused(file: str, message: str, en
         (entry / file).write_bytes(bytes(reversed((entry / file).read_bytes())))
     with pytest.raises(UserError, match=f"{message}.*delete that folder"):
         write_cached(DATASET, encoder, tmp_path / "two", cache=tmp_path / "c", workers=0, identity=IDENTITY)
+
+
+def test_a_refused_run_with_its_cache_in_its_folder_can_be_repeated(corpus: Path, tmp_path: Path):
+    output = tmp_path / "run"
+    options: dict[str, Any] = {"max_steps": 3, "warmup_steps": 0, "token_cache": str(output / "caches" / "tokens")}
+    with pytest.raises(UserError, match="fewer than one sequence of sequence_length=4000"):
+        run(output, corpus, sequence_length=4000, **options)
+    assert [entry.name for entry in output.iterdir()] == ["caches"]
+    assert run(output, corpus, **options).steps == 3
 
 
 def test_runs_with_and_without_a_cache_are_the_same(corpus: Path, tmp_path: Path):
