@@ -28,7 +28,7 @@ from dynattn.scripts.pretrain.data.opening import open_data
 from dynattn.scripts.pretrain.data.preparation import prepare
 from dynattn.scripts.pretrain.data.streaming import BlockWriter
 from dynattn.scripts.pretrain.data.tokenizer import load_tokenizer, train_bpe
-from dynattn.scripts.pretrain.dry_run.estimates import ASSUMED_MFU, RECORDED_RATIO, composes, plain_flops
+from dynattn.scripts.pretrain.dry_run.estimates import RECORDED_MFU, RECORDED_RATIO, composes, plain_flops
 from dynattn.scripts.pretrain.dry_run.hardware import GPUS
 from dynattn.scripts.pretrain.model import plan_config
 from dynattn.scripts.pretrain.options.model import ModelOptions
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "what": f"tokens/s of processor time, {BATCH} sequences of {LENGTH}, the fastest of {ROUNDS} rounds",
         "readers": readers,
         "needed": needed,
-        "needed_is": f"an estimate for one {GPU.name}: {ASSUMED_MFU:.0%} of its matrix products for the plain model, "
+        "needed_is": f"an estimate for one {GPU.name}: {RECORDED_MFU:.0%} of its matrix products for the plain model, "
         f"composition at {RECORDED_RATIO} times its time",
         "hardware": hardware(torch.device("cpu")),
         "versions": versions(),
@@ -126,7 +126,7 @@ def needs(family: str, size: str) -> float:
     """Tokens a second that one GPU would train on."""
     config = plan_config(PretrainArguments(output="x", **vars(ModelOptions(model_type=family, model_size=size))))
     ratio = RECORDED_RATIO if composes(config) else 1.0
-    return round(GPU.flops_per_second * ASSUMED_MFU / plain_flops(config, LENGTH) / ratio)
+    return round(GPU.flops_per_second * RECORDED_MFU / plain_flops(config, LENGTH) / ratio)
 
 
 if __name__ == "__main__":
