@@ -25,7 +25,14 @@ from dynattn.scripts.common.environment import hardware
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "model_cards/records/compatibility"
-ROWS = ("3.11/2.11/5.17", "3.11/2.13/5.17", "3.12/2.15/5.23", "3.13/2.12/5.20", "3.13/2.13/5.24")
+ROWS = (
+    "3.11/2.11/5.17",
+    "3.11/2.13/5.17",
+    "3.11/2.15/5.24",
+    "3.12/2.15/5.23",
+    "3.13/2.12/5.20",
+    "3.13/2.13/5.24",
+)
 TOOLS = ("pytest>=9.0", "peft>=0.18", "hypothesis>=6.150", "setuptools>=77")
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "numpy", "triton")
 # What stands for each promise; the whole suite in each environment would take hours.
