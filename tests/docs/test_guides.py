@@ -16,6 +16,7 @@ GUIDES = ROOT / "docs" / "guides"
 FILE_NAME = re.compile(r"# (\w+\.py)$", re.MULTILINE)  # the first line of a module
 NOT_RUN = re.compile(r"^<!-- not run: .+? -->\n+```.*?^```$", re.MULTILINE | re.DOTALL)
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+PAGES_OF_SITE = sorted({*PAGES, *ROOT.glob("*.md"), *ROOT.glob("model_cards/*.md"), *(ROOT / "modeling").rglob("*.md")})
 
 
 @pytest.fixture
@@ -59,10 +60,24 @@ def test_every_command_is_told_of() -> None:
     assert [name for name in JOBS.commands if f"`dynattn {name}" not in told] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
-    for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", without_blocks(page.read_text(encoding="utf-8"))):
-        assert (page.parent / target).exists(), target
+@pytest.mark.parametrize("page", PAGES_OF_SITE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_to_a_heading_of_it(page: Path) -> None:
+    """Sphinx, with which `make docs` builds the site, refuses links to folders."""
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", text_of(page)):
+        place = page.parent / target if target else page
+        assert place.is_file(), target
+        assert not anchor or place.suffix != ".md" or anchor in anchors_of(place), (target, anchor)
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def text_of(page: Path) -> str:
+    """The page without blocks of code."""
+    return without_blocks(page.read_text(encoding="utf-8"))
 
 
 def without_blocks(text: str) -> str:
