@@ -91,6 +91,10 @@ class BenchmarkArguments:
         check_positive(self, ["budget"])
         if self.resume and self.overwrite:
             raise UserError("--resume goes on with the record that --overwrite would replace; choose one of them")
+        if self.parts is not None:
+            self.parts = split_at_commas(self.parts)
+            if not self.parts:
+                raise UserError("--parts names no part; leave it out for all of them")
         if self.parts is not None and self.preset is None:
             raise UserError(f"--parts {' '.join(self.parts)} are parts of a preset; add --preset gpu")
         for shape in split_at_commas(self.shapes or []):

@@ -3,9 +3,8 @@
 Correctness comes first. Then the constants of the Triton path are tuned, and everything else is measured with the best
 of them. Parts for which there is no time are left out by name; the most important parts come first. The same command
 with `--resume` measures what is left out, with the constants that were found, and `--parts` names parts to measure
-without tuning. Everything runs in a process of its own,
-and another one goes on without the candidate, or the value of a constant, that made a process crash, hang or lose the
-device.
+without tuning. Everything runs in a process of its own, and another one goes on without the candidate, or the value of
+a constant, that made a process crash, hang or lose the device.
 """
 
 import json
@@ -120,9 +119,8 @@ GPU = (
 def options_of(part: PresetPart, arguments: BenchmarkArguments) -> BenchmarkArguments:
     """The arguments of a part; by default bfloat16 on the first GPU."""
     device = arguments.device if arguments.device.startswith("cuda") else "cuda"
-    preset = {"dtype": "bfloat16", "device": device, "budget": arguments.budget or 40.0}
-    preset |= {"preset": None, "parts": None}
-    return replace(arguments, **{**preset, **part.options})
+    shared = {"dtype": "bfloat16", "device": device, "budget": arguments.budget or 40.0}
+    return replace(arguments, preset=None, parts=None, **{**shared, **part.options})
 
 
 def check_preset(arguments: BenchmarkArguments) -> None:

@@ -126,7 +126,7 @@ def needs(family: str, size: str) -> float:
     """Tokens a second that one GPU would train on."""
     config = plan_config(PretrainArguments(output="x", **vars(ModelOptions(model_type=family, model_size=size))))
     ratio = RECORDED_RATIO if composes(config) else 1.0
-    return round(GPU.flops_per_second * RECORDED_MFU / plain_flops(config, LENGTH) / ratio)
+    return round(GPU.bfloat16_rate * RECORDED_MFU / plain_flops(config, LENGTH) / ratio)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ from dynattn.scripts.common.errors import UserError
             ["--preset", "gpu", "--parts", "decode-16", "dcode-1"],
             "the preset has no part 'dcode-1'; its parts are",
         ),
+        (["--preset", "gpu", "--parts", "decode-16,x"], "the preset has no part 'x'; its parts are"),
+        (["--preset", "gpu", "--parts", ","], "--parts names no part; leave it out for all of them"),
         (["--parts", "decode-1"], "--parts decode-1 are parts of a preset; add --preset gpu"),
         (["--preset", "gpu"], "--preset gpu needs a CUDA device, and none was found"),
         (["--budget", "0"], "budget=0.0 must be a positive number"),
