@@ -207,6 +207,21 @@ class TokenClassificationHead(GenericForTokenClassification):
         self.post_init()
 
 
+def causal_model_in(model: Any) -> Any:
+    """The model with a language modeling head that `model` is, or that PEFT's wrapper holds with its adapters.
+
+    Raises:
+        ValueError: there is none, or PEFT puts a trained prompt before the tokens, which the model alone does not read.
+    """
+    wrapped = getattr(model, "get_base_model", None)
+    if wrapped is not None and model.active_peft_config.is_prompt_learning:
+        raise ValueError("a PEFT model with a trained prompt is not supported; give one with adapters, or a plain one")
+    base = model if wrapped is None else wrapped()
+    if not getattr(base, "can_generate", bool)():
+        raise ValueError(f"a {type(base).__name__} has no language modeling head; give a model that generates")
+    return base
+
+
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a module only multiplies by its weight and adds its bias.
 

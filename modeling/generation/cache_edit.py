@@ -8,6 +8,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..caches.composed_cache import ComposedDynamicLayer
 from ..common.activation_checkpointing import check_keeps_cache
+from ..common.heads import causal_model_in
 from ..ops.dtypes import at_least_float32
 from ..positions.carope import cached_phases, turn_cached_keys
 from ..positions.rotary import batch_dependent_rope, rotary_of, rotate
@@ -25,7 +26,7 @@ def edit_cache(model: Any, cache: Cache, start: int, stop: int, input_ids: Tenso
     is an approximation, because the hidden states after the edit were computed from the old tokens.
 
     Args:
-        model: a DCFormer or DCPythia with a head.
+        model: a DCFormer or DCPythia with a language modeling head, or PEFT's wrapper of one.
         cache: a `DynamicCache` that the model filled with rows without padding. It is edited in place; if the model
             raises, it holds what it held before.
         start, stop: places of the tokens to replace, the same in every row; if they are equal, tokens are only
@@ -37,8 +38,9 @@ def edit_cache(model: Any, cache: Cache, start: int, stop: int, input_ids: Tenso
 
     Raises:
         ValueError: the tokens are not in the cache, or the positions or the cache of the model cannot be edited, or the
-            model keeps no cache.
+            model keeps no cache or has no such head.
     """
+    model = causal_model_in(model)
     check_keeps_cache(model)
     check_edit(model.config, cache, start, stop, input_ids)
     before = [state for layer in cache.layers for state in _states(layer)]

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from ..caches.composed_cache import ComposedLayerMixin
 from ..caches.names import named_cache
 from ..common.activation_checkpointing import check_keeps_cache
+from ..common.heads import causal_model_in
 from ..positions.rotary import batch_dependent_rope
 
 
@@ -23,7 +24,7 @@ def prepack(model: Any, prompts: Sequence[Tensor], past_key_values: Cache | None
     left. For `n` beams or sequences of each prompt give a cache and call its `batch_repeat_interleave(n)` before.
 
     Args:
-        model: a DCFormer or DCPythia with a head, composed or plain.
+        model: a DCFormer or DCPythia with a language modeling head, composed or plain, or PEFT's wrapper of one.
         prompts: token ids, each `[T]`, of any lengths from 1 on.
         past_key_values: an empty cache to fill, by default a `DynamicCache` with the model's windows.
 
@@ -32,9 +33,10 @@ def prepack(model: Any, prompts: Sequence[Tensor], past_key_values: Cache | None
         name in the installed Transformers the cache, which holds `T - 1` tokens of each row.
 
     Raises:
-        ValueError: a prompt is empty, the cache is not empty, the rotary embedding depends on the longest prompt, or
-            the model keeps no cache.
+        ValueError: the model has no language modeling head or keeps no cache, a prompt is empty or no tensor, the cache
+            is not empty, or the rotary embedding depends on the longest prompt.
     """
+    model = causal_model_in(model)
     check_keeps_cache(model)
     cache = DynamicCache(config=model.config) if past_key_values is None else past_key_values
     check_prepacking(model.config, prompts, cache)
@@ -114,8 +116,8 @@ def check_prepacking(config: Any, prompts: Sequence[Tensor], cache: Cache) -> No
             f"rope_type {rope_type!r} rotates keys by angles that depend on the longest prompt; pad the prompts on the "
             "left instead"
         )
-    shapes = [tuple(prompt.shape) for prompt in prompts]
-    if not shapes or any(len(shape) != 1 or shape[0] < 1 for shape in shapes):
+    shapes = [tuple(prompt.shape) if isinstance(prompt, Tensor) else prompt for prompt in prompts]
+    if not shapes or any(not isinstance(prompt, Tensor) or prompt.ndim != 1 or not len(prompt) for prompt in prompts):
         raise ValueError(f"prompts of shapes {shapes} must be one or more tensors [T] of at least one token")
     if cache.get_seq_length() > 0:
         raise ValueError(f"the cache holds {int(cache.get_seq_length())} tokens already; give an empty one")

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from cases.models import make_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
@@ -112,6 +113,7 @@ def test_prompts_share_rows_as_long_as_the_longest() -> None:
             "a llama cannot read packed prompts",
         ),
         (make_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), [[1]], "'dynamic'"),
+        (make_model().model, [[1]], "a DCFormerModel has no language modeling head"),
         (make_model(), [], "must be one or more tensors"),
         (make_model(), [[1], []], r"shapes \[\(1,\), \(0,\)\] must be"),
     ],
@@ -119,6 +121,22 @@ def test_prompts_share_rows_as_long_as_the_longest() -> None:
 def test_what_cannot_be_packed_is_refused(model: Any, prompts: list[list[int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         prepack(model, [torch.tensor(prompt, dtype=torch.long) for prompt in prompts])
+
+
+def test_prompts_that_are_no_tensors_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"prompts of shapes \[\[1, 2\], \[3\]\] must be one or more tensors"):
+        prepack(make_model(), [[1, 2], [3]])  # type: ignore[list-item]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+def test_a_model_inside_of_adapters_is_found() -> None:
+    adapted = get_peft_model(make_model(), LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False)).eval()
+    prompts = make_prompts()
+    tokens, _ = generate(adapted, pad(prompts))
+    assert torch.equal(generate(adapted, prepack(adapted, prompts))[0], tokens)
+    trained = get_peft_model(make_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ValueError, match="a PEFT model with a trained prompt is not supported"):
+        prepack(trained, prompts)
 
 
 def test_a_cache_that_holds_tokens_is_refused() -> None:
