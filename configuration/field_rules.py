@@ -19,11 +19,29 @@ BIAS_SCHEMES = ("alibi", "t5")
 NAMES_ELSEWHERE = {
     **dict.fromkeys(("d_model", "n_embd"), "hidden_size"),
     **dict.fromkeys(("encoder_layers", "n_layer", "n_layers", "num_layers"), "num_hidden_layers"),
-    **dict.fromkeys(("encoder_attention_heads", "n_head", "n_heads", "num_heads"), "num_attention_heads"),
-    **dict.fromkeys(("d_ff", "encoder_ffn_dim", "n_inner"), "intermediate_size"),
+    **dict.fromkeys(
+        ("encoder_attention_heads", "decoder_attention_heads", "n_head", "n_heads", "num_heads"), "num_attention_heads"
+    ),
+    **dict.fromkeys(("d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner"), "intermediate_size"),
     **dict.fromkeys(("n_ctx", "n_positions"), "max_position_embeddings"),
-    "activation_function": "hidden_act",
+    **dict.fromkeys(("n_kv_heads", "num_kv_heads"), "num_key_value_heads"),
+    **dict.fromkeys(("activation_function", "hidden_activation"), "hidden_act"),
+    **dict.fromkeys(("dropout", "hidden_dropout_prob"), "hidden_dropout"),
+    "attention_probs_dropout_prob": "attention_dropout",
+    "global_attn_every_n_layers": "layer_types",
+    "init_std": "initializer_range",
+    "qkv_bias": "attention_bias",
 }
+# Names there of what some of our families, or all, do not have.
+ABSENT_HERE = (
+    "attn_logit_softcapping",
+    "decoder_layerdrop",
+    "encoder_layerdrop",
+    "final_logit_softcapping",
+    "hidden_dropout",
+    "layerdrop",
+    "num_key_value_heads",
+)
 
 
 class Range(NamedTuple):
@@ -165,9 +183,11 @@ def describe_misspellings(config: Any, names: Iterable[str]) -> list[str]:
     own = [field.name for field in fields(config)]
     warnings = []
     for name in names:
-        elsewhere = NAMES_ELSEWHERE.get(name)
+        elsewhere, is_absent = NAMES_ELSEWHERE.get(name), name in ABSENT_HERE
         near = [elsewhere] if elsewhere in own else get_close_matches(name, own, n=1, cutoff=0.8)
-        if (near or name.startswith("compose_")) and name not in config.attribute_map:
+        if is_absent:
+            near = []  # what is spelled like it means something else
+        if (near or is_absent or name.startswith("compose_")) and name not in config.attribute_map:
             suggestion = f"; did you mean {near[0]}?" if near else ""
             warnings.append(f"{type(config).__name__} has no field {name}, which changes nothing{suggestion}")
     return warnings
