@@ -98,7 +98,7 @@ class DCModernBertModel(EncoderBody, DCModernBertPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def embed(self, inputs_embeds: Tensor, position_ids: Tensor | None) -> Tensor:
+    def embed(self, inputs_embeds: Tensor, position_ids: Tensor | None, attention_mask: Any = None) -> Tensor:
         """Normalizes embeddings `[B, T, E]`; positions act in the layers."""
         return self.dropout(self.embed_norm(inputs_embeds))
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache, EncoderDecoderCache, StaticLayer
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils.import_utils import is_tracing
 
@@ -79,7 +79,8 @@ def prepare_decoder_inputs(
     check_tokens(given.input_ids, given.inputs_embeds)
     inputs_embeds = embed_tokens(given.input_ids) if given.inputs_embeds is None else given.inputs_embeds
     check_position_ids(given.position_ids, inputs_embeds)
-    if not isinstance(given.past_key_values, (Cache, type(None))):
+    is_of_both = isinstance(given.past_key_values, EncoderDecoderCache)  # has no layers of its own
+    if is_of_both or not isinstance(given.past_key_values, (Cache, type(None))):
         name = type(given.past_key_values).__name__
         raise ValueError(f"past_key_values is a {name}; give a Cache, such as DynamicCache(config=config)")
     exact = given.past_key_values is None and not is_tracing(inputs_embeds)  # exported sizes may differ
@@ -196,14 +197,22 @@ def default_positions(
     positions alone, which padding on the left does not change.
     """
     length = inputs_embeds.shape[1]
-    padded = isinstance(attention_mask, Tensor) and not is_complete_mask(attention_mask)
-    if padded and getattr(config, "position_scheme", None) in ABSOLUTE_SCHEMES:
-        counted = (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
-        return counted.index_select(1, new_columns(attention_mask, cache, length))
+    is_absolute = getattr(config, "position_scheme", None) in ABSOLUTE_SCHEMES
+    counted = positions_of_real_tokens(attention_mask, cache, length) if is_absolute else None
+    if counted is not None:
+        return counted
     indices = torch.arange(length, device=inputs_embeds.device)[None]
     if starts is not None:
         return indices - starts
     return indices + (cache.get_seq_length() if cache is not None else 0)
+
+
+def positions_of_real_tokens(attention_mask: Any, cache: Cache | None, length: int) -> Tensor | None:
+    """Positions `[B, T]` of `T` new tokens that count only the real tokens of a mask `[B, S]`; None without one."""
+    if not isinstance(attention_mask, Tensor) or is_complete_mask(attention_mask):
+        return None
+    counted = (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+    return counted.index_select(1, new_columns(attention_mask, cache, length))
 
 
 def make_causal_masks(

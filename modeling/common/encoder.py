@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.masking_utils import create_bidirectional_mask, create_bidirectional_sliding_window_mask
@@ -11,8 +12,8 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..layers.attention_interface import implementation_for
-from .decoder_inputs import check_attention_mask, check_position_ids, check_tokens
-from .packed_documents import packed_starts, same_document
+from .decoder_inputs import check_attention_mask, check_position_ids, check_tokens, mask_beside_borders
+from .packed_documents import packed_starts, same_document, starts_by_borders
 
 BIDIRECTIONAL_MASK_MAKERS: dict[str, Callable[..., Any]] = {
     "full_attention": create_bidirectional_mask,
@@ -85,8 +86,13 @@ class EncoderLayers:
             rotations: rotary cosines and sines for each layer type, where the family rotates.
 
         Raises:
-            ValueError: the mask does not fit, or hides a whole row.
+            ValueError: the mask does not fit, or hides a whole row; or `is_causal` is set.
         """
+        if kwargs.get("is_causal"):
+            raise ValueError(
+                "is_causal=True is not supported: tokens of an encoder see later ones, too; leave it out, or take a "
+                "decoder"
+            )
         check_attention_mask(attention_mask, hidden_states, None, exact=True)
         masks = bidirectional_masks(self.config, hidden_states, attention_mask, position_ids)
         implementation = implementation_for(self.config, kwargs)
@@ -128,7 +134,8 @@ class EncoderBody(EncoderLayers):
             attention_mask: `[B, T]`, 1 for real tokens and 0 for padding on either side; or `[B, 1, T, T]`; or one
                 prepared mask for each layer type.
             position_ids: `[B, T]`, by default counted from 0. Without an `attention_mask`, positions that restart mark
-                the documents of a packed row, which then do not see each other.
+                the documents of a packed row, which then do not see each other. The borders `cu_seq_lens_q`
+                `[documents + 1]` of a single row, a keyword, mark them too.
 
         Raises:
             ValueError: the arguments do not fit each other or the model.
@@ -137,13 +144,18 @@ class EncoderBody(EncoderLayers):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         check_position_ids(position_ids, inputs_embeds)
-        hidden_states = self.embed(inputs_embeds, position_ids)
+        borders = kwargs.get("cu_seq_lens_q")
+        if borders is not None and position_ids is None:
+            attention_mask = mask_beside_borders(attention_mask)
+            indices = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
+            position_ids = indices - starts_by_borders(borders, inputs_embeds)
+        hidden_states = self.embed(inputs_embeds, position_ids, attention_mask)
         rotations = self.rotations(hidden_states, position_ids)
         hidden_states = self.run_layers(hidden_states, attention_mask, rotations, position_ids, **kwargs)
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
-    def embed(self, inputs_embeds: Tensor, position_ids: Tensor | None) -> Tensor:
-        """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]` and positions `[B, T]`."""
+    def embed(self, inputs_embeds: Tensor, position_ids: Tensor | None, attention_mask: Any = None) -> Tensor:
+        """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]`, positions `[B, T]` and the mask."""
         raise NotImplementedError
 
     def rotations(self, hidden_states: Tensor, position_ids: Tensor | None) -> dict[str, tuple[Tensor, Tensor]] | None:

@@ -93,10 +93,13 @@ class MaskedLMHead(EncoderHead):
         The other arguments are those of the base model.
 
         Raises:
-            ValueError: labels have another shape than the tokens, or are missing with `skip_logits`.
+            ValueError: labels have another shape than the tokens, or are missing with `skip_logits`; or `z_loss` is
+                given.
         """
         if skip_logits and labels is None:
             raise ValueError("skip_logits=True leaves nothing but the loss, which needs labels; give labels")
+        if kwargs.get("z_loss"):
+            raise ValueError(f"z_loss={kwargs['z_loss']} is part of the loss of causal models alone; leave it out")
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
         hidden_states = outputs.last_hidden_state
         if labels is not None:

@@ -19,7 +19,7 @@ from transformers.utils.import_utils import is_tracing
 from ..caches.names import cache_in, named_cache, takes_either_name
 from ..ops.chunked_loss import IGNORED
 from .classification import check_token_labels
-from .decoder_inputs import is_complete_mask
+from .decoder_inputs import is_complete_mask, positions_of_real_tokens
 from .encoder import EncoderBody
 from .seq2seq_decoder import check_length, refuse_positions
 
@@ -29,14 +29,19 @@ class SourceEncoderBody(EncoderBody):
 
     add_positions: Callable[[Tensor, Tensor], Tensor]
 
-    def embed(self, inputs_embeds: Tensor, position_ids: Tensor | None) -> Tensor:
-        """The first layer's hidden states `[B, S, E]`, from embeddings `[B, S, E]`; positions count from 0."""
-        limit = self.config.max_position_embeddings
-        check_length(inputs_embeds.shape[1], limit, "source")
-        if position_ids is None:
-            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
-        else:
+    def embed(self, inputs_embeds: Tensor, position_ids: Tensor | None, attention_mask: Any = None) -> Tensor:
+        """The first layer's hidden states `[B, S, E]`, from embeddings `[B, S, E]`.
+
+        Positions count the real tokens of a mask `[B, S]` from 0. BART and Marian count padding on the left, too.
+        """
+        limit, length = self.config.max_position_embeddings, inputs_embeds.shape[1]
+        check_length(length, limit, "source")
+        if position_ids is not None:
             check_position_range(position_ids, limit)
+        else:
+            position_ids = positions_of_real_tokens(attention_mask, None, length)
+        if position_ids is None:
+            position_ids = torch.arange(length, device=inputs_embeds.device)[None]
         return self.add_positions(inputs_embeds, position_ids)
 
 
@@ -106,8 +111,10 @@ class Seq2SeqBody:
                 "queries; give one of shape [batch, source length]"
             )
         if encoder_outputs is None:
+            # Whether tokens see later ones is about the target.
+            options = {name: value for name, value in kwargs.items() if name != "is_causal"}
             encoder_outputs = self.encoder(
-                input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+                input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **options
             )
         elif not isinstance(encoder_outputs, BaseModelOutput):
             names = ("last_hidden_state", "hidden_states", "attentions")
@@ -184,6 +191,8 @@ class Seq2SeqLMHead:
         Raises:
             ValueError: the arguments do not fit each other or the model.
         """
+        if asked := [name for name in ("skip_logits", "z_loss") if kwargs.get(name)]:
+            raise ValueError(f"{asked[0]} is not supported in encoder-decoders; leave it out")
         if labels is not None:
             use_cache = bool(use_cache)
             if decoder_input_ids is None and decoder_inputs_embeds is None:

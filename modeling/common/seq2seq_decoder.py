@@ -17,7 +17,13 @@ from ..caches.key_places import past_tokens_within
 from ..caches.names import named_cache, takes_either_name
 from ..layers.attention_interface import implementation_for
 from .activation_checkpointing import check_keeps_cache
-from .decoder_inputs import check_attention_mask, check_cached_length, check_tokens, refuse_later_tokens
+from .decoder_inputs import (
+    check_attention_mask,
+    check_cached_length,
+    check_tokens,
+    positions_of_real_tokens,
+    refuse_later_tokens,
+)
 
 
 class Seq2SeqDecoderBody:
@@ -63,6 +69,7 @@ class Seq2SeqDecoderBody:
         """
         refuse_positions(kwargs)
         refuse_later_tokens(kwargs)
+        kwargs.pop("is_causal", None)  # cross-attention would obey it, too
         check_tokens(input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
@@ -75,8 +82,7 @@ class Seq2SeqDecoderBody:
             check_cached_length(attention_mask, inputs_embeds, cache.self_attention_cache)
         check_attention_mask(encoder_attention_mask, encoder_hidden_states, cache, exact=True)  # type: ignore[arg-type]
         check_target_length(cache, inputs_embeds.shape[1], self.config.max_position_embeddings)
-        past_tokens = 0 if cache is None else cache.get_seq_length()
-        hidden_states = self.embed(inputs_embeds, past_tokens)
+        hidden_states = self.embed(inputs_embeds, attention_mask, cache)
         masks = self._masks(inputs_embeds, attention_mask, encoder_hidden_states, encoder_attention_mask, cache)
         implementation = implementation_for(self.config, kwargs)
         arguments = self.layer_arguments(inputs_embeds, cache, masks, attention_mask, encoder_attention_mask)
@@ -95,10 +101,17 @@ class Seq2SeqDecoderBody:
             last_hidden_state=self.norm(hidden_states), **named_cache(cache if use_cache else None)
         )
 
-    def embed(self, inputs_embeds: Tensor, past_tokens: int | Tensor) -> Tensor:
-        """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]` of tokens after `past_tokens`."""
-        indices = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
-        return self.add_positions(inputs_embeds, indices + past_tokens)
+    def embed(self, inputs_embeds: Tensor, attention_mask: Any, cache: EncoderDecoderCache | None) -> Tensor:
+        """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]` of tokens after the cached ones.
+
+        Positions count the real tokens of a mask `[B, past + T]`.
+        """
+        length, own = inputs_embeds.shape[1], None if cache is None else cache.self_attention_cache
+        position_ids = positions_of_real_tokens(attention_mask, own, length)
+        if position_ids is None:
+            past_tokens = 0 if own is None else own.get_seq_length()
+            position_ids = torch.arange(length, device=inputs_embeds.device)[None] + past_tokens
+        return self.add_positions(inputs_embeds, position_ids)
 
     def prepare_cache(self, cache: EncoderDecoderCache) -> None:
         """Makes `cache`, in place, keep what the family's layers need besides keys and values; here nothing."""
@@ -166,7 +179,7 @@ def refuse_positions(arguments: dict[str, Any]) -> None:
 
     The encoder by itself takes them. But cross-attention cannot tell which document of a packed source is a target's.
     """
-    for name in ("position_ids", "decoder_position_ids"):
+    for name in ("position_ids", "decoder_position_ids", "cu_seq_lens_q", "cu_seq_lens_k"):
         if (positions := arguments.get(name)) is not None:
             raise ValueError(
                 f"{name} of shape {tuple(positions.shape)} are given, but an encoder-decoder counts positions itself, "

@@ -126,6 +126,22 @@ def test_documents_packed_by_positions_do_not_see_each_other(implementation: str
         torch.testing.assert_close(packed[:, start:end], model(ids[:, start:end]).logits, atol=1e-10, rtol=0)
     beside_a_mask = model(ids, attention_mask=torch.ones_like(ids), position_ids=positions).logits
     assert (beside_a_mask - packed).abs().max() > 1e-3
+    ends = torch.tensor([0, *(end for _, end in borders)], dtype=torch.int32)
+    for mask in (None, torch.ones_like(ids[:1])):
+        by_borders = model(ids[:1], attention_mask=mask, cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits
+        torch.testing.assert_close(by_borders, packed[:1], atol=1e-10, rtol=0)
+    with pytest.raises(ValueError, match="cu_seq_lens must rise from 0 to the length of a single packed row"):
+        model(ids[:1], cu_seq_lens_q=ends[:-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"z_loss": 1e-4}, "z_loss=0.0001 is part of the loss of causal models"), ({"is_causal": True}, "is_causal=True")],
+)
+def test_what_an_encoder_does_not_have_is_refused(options: dict[str, Any], message: str) -> None:
+    model, (ids, _) = DCModernBertForMaskedLM(DCModernBertConfig(**SHAPE)), inputs(None)
+    with pytest.raises(ValueError, match=message):
+        model(ids, labels=ids, **options)
 
 
 def test_an_initializer_range_of_zero_makes_zeros() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 
 from dynattn import (
     DCFormerConfig,
@@ -296,6 +296,8 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         model(IDS, position_ids=torch.arange(16))
     with pytest.raises(ValueError, match="past_key_values is a tuple; give a Cache"):
         model(IDS, past_key_values=((IDS, IDS),))
+    with pytest.raises(ValueError, match="past_key_values is a EncoderDecoderCache; give a Cache"):
+        model(IDS, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()))
     with pytest.raises(ValueError, match=r"no mask for the layer types \['sliding_attention'\]"):
         model(IDS, attention_mask={"full_attention": None})
     for borders in (torch.tensor([], dtype=torch.long), torch.tensor([[0, 16]])):

@@ -241,10 +241,22 @@ def test_a_mask_of_the_new_target_tokens_alone_is_refused_beside_a_cache(kind: s
         model(**given, decoder_attention_mask=torch.ones(2, 1, dtype=torch.long))
 
 
-@pytest.mark.parametrize("kind", ["dcbart", "rcmha", "rmha"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_source_padded_on_the_left_is_as_one_alone(kind: str) -> None:
+    model = make_model(kind).double()
+    source, target = random_tokens(2, 9), random_tokens(2, 5)
+    mask = torch.ones_like(source)
+    mask[1, :4] = 0
+    alone = whole(model, source[1:, 4:], target[1:])
+    torch.testing.assert_close(whole(model, source, target, mask)[1:], alone, atol=1e-10, rtol=0)
+    tokens = model.generate(source[1:, 4:], max_new_tokens=6, do_sample=False)
+    assert torch.equal(model.generate(source, attention_mask=mask, max_new_tokens=6, do_sample=False)[1:, :7], tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_a_target_padded_on_the_left_is_as_one_alone(kind: str) -> None:
-    """Learned and sinusoidal positions count padding, so that DCBart's source is read and its order is not."""
     model = make_model(kind).double()
     source, target = random_tokens(2, 6), random_tokens(2, 9)
     mask = torch.ones_like(target)
@@ -255,9 +267,29 @@ def test_a_target_padded_on_the_left_is_as_one_alone(kind: str) -> None:
     torch.testing.assert_close(
         model(**given, decoder_input_ids=other).logits[mask.bool()], logits[mask.bool()], atol=1e-10, rtol=0
     )
-    if kind != "dcbart":
-        alone = whole(model, source[1:], target[1:, 3:])
-        torch.testing.assert_close(logits[1:, 3:], alone, atol=1e-10, rtol=0)
+    alone = whole(model, source[1:], target[1:, 3:])
+    torch.testing.assert_close(logits[1:, 3:], alone, atol=1e-10, rtol=0)
+    start = model(**{**given, "decoder_attention_mask": mask[:, :6]}, decoder_input_ids=target[:, :6], use_cache=True)
+    rest = model(**given, decoder_input_ids=target[:, 6:], past_key_values=start.past_key_values).logits
+    torch.testing.assert_close(rest[1:], alone[:, 3:], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["dcbart", "mha"])
+@torch.no_grad()
+def test_that_a_target_sees_no_later_tokens_is_not_said_of_the_source(kind: str) -> None:
+    model, source, target = make_model(kind), random_tokens(2, 7), random_tokens(2, 5)
+    logits = model(input_ids=source, decoder_input_ids=target, is_causal=True).logits
+    assert torch.equal(logits, whole(model, source, target))
+    with pytest.raises(ValueError, match="is_causal=True is not supported: tokens of an encoder see later ones"):
+        model.get_encoder()(input_ids=source, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{"skip_logits": True}, {"z_loss": 1e-4}, {"cu_seq_lens_q": torch.tensor([0, 4, 6])}]
+)
+def test_what_would_change_nothing_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"{next(iter(options))} .*leave (it|them) out"):
+        make_model()(input_ids=random_tokens(1, 6), labels=random_tokens(1, 4), **options)
 
 
 @pytest.mark.parametrize("kind", ["dcbart", "rcmha"])
