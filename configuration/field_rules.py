@@ -32,7 +32,7 @@ NAMES_ELSEWHERE = {
     "init_std": "initializer_range",
     "qkv_bias": "attention_bias",
 }
-# Names there of what some of our families, or all, do not have.
+# Names, there or in others of our families, of what some of our families, or all, do not have.
 ABSENT_HERE = (
     "attn_logit_softcapping",
     "decoder_layerdrop",
@@ -40,7 +40,12 @@ ABSENT_HERE = (
     "final_logit_softcapping",
     "hidden_dropout",
     "layerdrop",
+    "mem_len",
     "num_key_value_heads",
+    "position_gain",
+    "position_scheme",
+    "use_parallel_residual",
+    "use_qk_norm",
 )
 
 
