@@ -43,6 +43,11 @@ def load_checkpoint(folder: Path) -> PreTrainedModel:
         raise UserError(f"the model in {folder} does not load: {refusal_of(error)}") from error
     model, info = loaded
     check_loaded(str(folder), info)
+    if unread := sorted(info["unexpected_keys"]):
+        raise UserError(
+            f"{folder} holds {len(unread)} weights that its config.json does not ask for, such as {unread[0]}; use the "
+            "configuration that belongs to them"
+        )
     refuse_batch_dependent_rope(model.config, folder)
     return model.eval()
 

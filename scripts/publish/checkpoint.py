@@ -78,7 +78,8 @@ def read_checkpoint(path: str) -> Checkpoint:
     patterns = (*COMPANION_PATTERNS, *PICTURES, *(TOKENIZER_PATTERNS if tokenizer else ()))
     files = list(dict.fromkeys([*weights.files, *matching_files(folder, patterns)]))
     # Some trainers also write the copies of the embedding that a model with a tied head makes by itself.
-    copies = getattr(model_class, "_tied_weights_keys", {}) if config.tie_word_embeddings else {}
+    is_tied = getattr(config, "tie_word_embeddings", False)
+    copies = (is_tied and getattr(model_class, "_tied_weights_keys", None)) or {}
     return Checkpoint(folder, config, auto_class, model_class, weights.without(copies), tokenizer, files)
 
 

@@ -31,6 +31,11 @@ def test_logits_that_are_not_finite_are_never_equal() -> None:
     assert not compare_answers(ANSWERS, dataclasses.replace(ANSWERS, ways=(LOGITS * float("nan"),))).equal
 
 
+def test_a_model_whose_answers_depend_on_how_it_is_run_is_not_compared() -> None:
+    with pytest.raises(UserError, match=r"differ among themselves by 0\.5, so that no difference"):
+        compare_answers(dataclasses.replace(ANSWERS, noise=0.5), ANSWERS)
+
+
 def test_answers_of_other_shapes_are_refused() -> None:
     with pytest.raises(UserError, match=r"answers of shapes \(2, 3\) and \(2, 2\) cannot be compared"):
         compare_answers(ANSWERS, dataclasses.replace(ANSWERS, ways=(LOGITS[:, :2],)))

@@ -185,6 +185,12 @@ def test_what_cannot_be_exported_is_refused(
     assert "no causal language model" in refusal(capsys, "torch", other, destination)
     edit_config(other, model_type="rcmha", architectures=["RCMHAForCausalLM"], memory_type="segment")
     assert "memory_type='segment', whose cache cannot be exported" in refusal(capsys, "torch", other, destination)
+    fewer = tmp_path / "fewer"
+    make_model().save_pretrained(fewer)
+    edit_config(fewer, **ONE_LAYER)
+    assert "weights that its config.json does not ask for, such as model.layers.1." in refusal(
+        capsys, "torch", fewer, destination
+    )
     monkeypatch.setitem(sys.modules, "transformers.exporters", ModuleType("exporters"))
     line = refusal(capsys, "onnx", checkpoint, destination)
     assert f"transformers {transformers.__version__} has no exporters" in line

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import dynattn
+from dynattn.families import FAMILIES, Family
 from dynattn.scripts.cli import main
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.publish import job, probe, verify
@@ -188,6 +189,13 @@ def test_every_family_and_head_works_without_the_package(
     assert ("generated" in output.out) == (head in ("ForCausalLM", "ForConditionalGeneration"))
     assert "no tokenizer" in output.err
     assert (tmp_path / "tiny-hub" / "model.safetensors.index.json").is_file()
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_checkpoints_of_every_family_and_head_are_read(family: Family, tmp_path: Path) -> None:
+    for auto_class, head in family.heads.items():
+        save_model(tmp_path / head, family.prefix, head)
+        assert read_checkpoint(str(tmp_path / head)).auto_class == auto_class
 
 
 @pytest.mark.parametrize(
