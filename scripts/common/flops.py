@@ -6,7 +6,7 @@ Head composition is counted. Masked pairs, recomputation, norms, activations and
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,6 @@ from dynattn.modeling.layers.head_composition import DynamicComposition
 from dynattn.modeling.layers.headwise_conv import HeadwiseConv
 from dynattn.modeling.layers.image_embeddings import ImageEmbeddings
 from dynattn.modeling.modeling_dcvit import DCViTForImageClassification
-
-# Which attention of an encoder-decoder is meant.
-Place = Literal["encoder", "decoder", "cross"]
 
 # Training costs this many forward passes: the backward pass has two matrix products for each one of the forward pass.
 TRAINING = 3
@@ -55,7 +52,7 @@ class ModelFlops:
         Raises:
             TypeError: the model is an encoder-decoder, or of a family that is not in this package.
         """
-        config, family = model.config, check_known(model.config, encoder_decoder=False)
+        config, family = model.config, check_known(model.config)
         outputs = projection_flops(model) - projection_flops(model.base_model)
         images = getattr(model.base_model, "embeddings", None)
         patch = 2 * images.patch_embeddings.weight.numel() if isinstance(images, ImageEmbeddings) else 0
@@ -63,7 +60,7 @@ class ModelFlops:
         return cls(
             token=projection_flops(model.base_model) + convolution_flops(model, config) + patch,
             output=0 if reads_rows else outputs,
-            pair=config.num_attention_heads * pair_flops(family, config),
+            pair=config.num_attention_heads * PAIR_FLOPS[family.attention](config),
             windows=windows_of(config),
             is_causal="AutoModelForCausalLM" in family.heads,
             # `token` counts the patch projection for every token, but prefix tokens (such as [CLS]) do not use it.
@@ -95,58 +92,6 @@ class ModelFlops:
         return TRAINING * self.forward(positions, outputs)
 
 
-@dataclass(frozen=True)
-class Seq2SeqFlops:
-    """FLOPs of an encoder-decoder.
-
-    Attributes:
-        encoder: FLOPs of the encoder, for source tokens.
-        decoder: FLOPs of the decoder, for target tokens, with the parts of cross-attention that read the target.
-        source: FLOPs of one source token in the cross-attention of all layers.
-        cross_pair: FLOPs of a target token and a source token in the cross-attention of all layers.
-    """
-
-    encoder: ModelFlops
-    decoder: ModelFlops
-    source: int
-    cross_pair: int
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> "Seq2SeqFlops":
-        """Counts an encoder-decoder.
-
-        Raises:
-            TypeError: the model is not an encoder-decoder of this package.
-        """
-        config: Any = model.config
-        body: Any = model.base_model
-        family = check_known(config, encoder_decoder=True)
-        layers, heads = body.decoder.layers, config.num_attention_heads
-        reading = [part for layer in layers for part in source_modules(layer.cross_attn)]
-        source, encoder, decoder = (
-            projection_flops(parts) + convolution_flops(parts, config)
-            for parts in (nn.ModuleList(reading), body.encoder, body.decoder)
-        )
-        pairs = {place: heads * pair_flops(family, config, place) for place in get_args(Place)}
-        windows = [(None,) * len(stack.layers) for stack in (body.encoder, body.decoder)]
-        outputs = projection_flops(model) - projection_flops(model.base_model)
-        return cls(
-            encoder=ModelFlops(encoder, 0, pairs["encoder"], windows[0], is_causal=False),
-            decoder=ModelFlops(decoder - source, outputs, pairs["decoder"], windows[1]),
-            source=source,
-            cross_pair=len(layers) * pairs["cross"],
-        )
-
-    def forward(self, sources: Tensor, targets: Tensor) -> int:
-        """FLOPs of a forward pass with all logits, for positions `[B, S]` and `[B, T]`; every row is one document."""
-        cross = sources.numel() * self.source + sources.numel() * targets.shape[-1] * self.cross_pair
-        return self.encoder.forward(sources) + self.decoder.forward(targets) + cross
-
-    def training(self, sources: Tensor, targets: Tensor) -> int:
-        """FLOPs of a forward and a backward pass in which every weight learns, for positions `[B, S]` and `[B, T]`."""
-        return TRAINING * self.forward(sources, targets)
-
-
 def later_tokens(positions: Tensor) -> Tensor:
     """How many later tokens of its document each token has, from positions `[..., T]`, which count earlier ones."""
     length = positions.shape[-1]
@@ -176,48 +121,31 @@ def convolution_flops(module: nn.Module, config: Any) -> int:
     return 2 * kernels * config.num_attention_heads
 
 
-def source_modules(cross_attention: nn.Module) -> list[nn.Module]:
-    """The parts of a cross-attention that read the source."""
-    names = ("k_proj", "v_proj", "k_conv", "v_conv", "key_composition")
-    parts = (getattr(cross_attention, name, None) for name in names)
-    return [part for part in parts if part is not None]
-
-
 def windows_of(config: Any) -> tuple[int | None, ...]:
     """The window of each layer as the configuration counts it, None where there is none."""
     return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in layer_types_of(config))
 
 
-def check_known(config: Any, *, encoder_decoder: bool) -> Family:
+def check_known(config: Any) -> Family:
     """The family of a configuration.
 
-    Args:
-        encoder_decoder: whether it must be a family of encoder-decoders; otherwise it must not be one.
-
     Raises:
-        TypeError: the configuration is not of such a family.
+        TypeError: the configuration is of an encoder-decoder, or of no family of this package.
     """
-    known = {name: one for name, one in FAMILIES.items() if encoder_decoder == ("AutoModelForSeq2SeqLM" in one.heads)}
+    known = {name: one for name, one in FAMILIES.items() if "AutoModelForSeq2SeqLM" not in one.heads}
     family = family_of(config)
     if family is None or family.model_type not in known:
         raise TypeError(f"operations of {config.model_type!r} are not known; they are for {', '.join(known)}")
     return family
 
 
-def pair_flops(family: Family, config: Any, place: Place | None = None) -> int:
-    """FLOPs of one head for one visible pair: scores, composition of both stages, weighted value."""
-    return PAIR_FLOPS[family.attention](config, place)
+def relative_pair_flops(config: Any) -> int:
+    """FLOPs of content score, weighted value and, where attention is relative, position score."""
+    return (6 if config.is_relative else 4) * config.head_dim
 
 
-def relative_pair_flops(config: Any, place: Place | None) -> int:
-    """Content score, weighted value and, where attention is relative, position score, which cross-attention has not."""
-    return (6 if config.is_relative and place != "cross" else 4) * config.head_dim
-
-
-def composed_pair_flops(config: Any, place: Place | None) -> int:
-    """Score, weighted value, and the composition of each stage, where heads are composed."""
-    if place is not None and not config.composes_in(place):
-        return 4 * config.head_dim
+def composed_pair_flops(config: Any) -> int:
+    """FLOPs of score, weighted value, and the composition of each stage."""
     difference = 2 * config.num_attention_heads if config.differential_heads else 0  # a static matrix of all heads
     stage = stage_flops(
         sides=len(config.compose_sides),
@@ -237,8 +165,8 @@ def stage_flops(*, sides: int, rank: int, gate: bool, static_heads: int) -> int:
     return sides * (2 * 2 * rank + 2 * gate) + 2 * static_heads
 
 
-# `pair_flops` for each attention op that a family's layers can call (`Family.attention`).
-PAIR_FLOPS: Mapping[str, Callable[[Any, Place | None], int]] = {
+# FLOPs of one head for one visible pair, for each attention op that a family's layers can call (`Family.attention`).
+PAIR_FLOPS: Mapping[str, Callable[[Any], int]] = {
     "dcmha": composed_pair_flops,
     "relative": relative_pair_flops,
 }

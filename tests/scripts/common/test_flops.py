@@ -25,14 +25,12 @@ from dynattn import (
     DCViTModel,
     RCMHAConfig,
     RCMHAForCausalLM,
-    RCMHASeq2SeqConfig,
-    RCMHASeq2SeqForConditionalGeneration,
     mixer_fields,
 )
 from dynattn.scripts.benchmark.harness.inputs import COMPOSED
 from dynattn.scripts.benchmark.harness.shapes import Shape
 from dynattn.scripts.benchmark.subjects.op_flops import attention_flops
-from dynattn.scripts.common.flops import ModelFlops, Seq2SeqFlops
+from dynattn.scripts.common.flops import ModelFlops
 
 SIZES = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
 WINDOWS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
@@ -203,42 +201,6 @@ def test_a_vision_transformer_counts_as_pytorch_does(make: Callable[..., PreTrai
     assert ModelFlops.of(model).forward(torch.arange(tokens).expand(2, tokens)) == counted_flops
 
 
-SEQ2SEQ = {**ENCODER, "num_hidden_layers": 2, "decoder_layers": 3, "max_position_embeddings": 16}
-
-
-@pytest.mark.parametrize("length", [3, 9])
-def test_an_encoder_decoder_counts_as_pytorch_does(length: int) -> None:
-    config = DCBartConfig(**SEQ2SEQ, **UNCOMPOSED, attn_implementation="eager")
-    plain = RCMHASeq2SeqConfig(**SEQ2SEQ, attention_type="mha", attn_implementation="eager")
-    for model in (DCBartForConditionalGeneration(config), RCMHASeq2SeqForConditionalGeneration(plain)):
-        flops, targets = Seq2SeqFlops.of(model), torch.arange(length).expand(2, length)
-        ids = torch.ones(2, length, dtype=torch.long)
-        # The reference op computes hidden pairs of the target, too.
-        hidden = len(flops.decoder.windows) * 2 * (length * (length - 1) // 2) * flops.decoder.pair
-        observed = forward_of(model.eval(), input_ids=IDS, decoder_input_ids=ids, use_cache=False)
-        assert flops.forward(torch.arange(T).expand(2, T), targets) + hidden == observed
-
-
-def test_each_attention_of_an_encoder_decoder_composes_for_itself() -> None:
-    plain, cross = (
-        Seq2SeqFlops.of(DCBartForConditionalGeneration(DCBartConfig(**SEQ2SEQ, compose_encoder=False, **options)))
-        for options in ({"compose_decoder": False, "compose_cross": False}, {"compose_decoder": False})
-    )
-    stage = 2 * (2 * 2 * 2 + 2)
-    assert plain.encoder == cross.encoder and plain.decoder.pair == cross.decoder.pair
-    assert cross.cross_pair - plain.cross_pair == 3 * 2 * 2 * stage
-    generator = 8 * 2 * 8 + 2 * 8 * 2 * 2 * 2 + 8 * 2 * 2  # one side: two components of width 8, their factors, gates
-    assert cross.source - plain.source == cross.decoder.token - plain.decoder.token == 3 * 2 * generator
-
-
-def test_relative_attention_of_an_encoder_decoder_has_positions_where_there_are_distances() -> None:
-    model = RCMHASeq2SeqForConditionalGeneration(RCMHASeq2SeqConfig(**SEQ2SEQ))
-    flops, heads, width = Seq2SeqFlops.of(model), 2, 4
-    assert flops.encoder.pair == flops.decoder.pair == heads * 6 * width
-    assert flops.cross_pair == 3 * heads * 4 * width
-    assert flops.source == 3 * 2 * (2 * 8 * 8 + 2 * 3 * 8)
-
-
 def test_a_variant_counts_as_the_family_that_it_is_made_of() -> None:
     class VariantConfig(DCFormerConfig):
         model_type = "variant"
@@ -251,9 +213,7 @@ def test_a_variant_counts_as_the_family_that_it_is_made_of() -> None:
 
 def test_other_families_are_not_known() -> None:
     with pytest.raises(TypeError, match="operations of 'dcbart' are not known; they are for dcformer, dcpythia, dcmod"):
-        ModelFlops.of(DCBartForConditionalGeneration(DCBartConfig(**SEQ2SEQ)))
-    with pytest.raises(TypeError, match="operations of 'dcformer' are not known; they are for dcbart, rcmha_seq2seq"):
-        Seq2SeqFlops.of(dcformer())
+        ModelFlops.of(DCBartForConditionalGeneration(DCBartConfig.from_size("tiny")))
     llama = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=1, layer_types=["full_attention"]))
     with pytest.raises(TypeError, match="operations of 'llama' are not known"):
         ModelFlops.of(llama)
