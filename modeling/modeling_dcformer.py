@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
-from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_dcformer import DCFormerConfig
@@ -47,26 +46,10 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     @takes_either_name
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        use_cache: bool | None = False,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Maps hidden states `[B, T, E]` to hidden states `[B, T, E]`."""
-        attended, _ = self.self_attn(
-            self.input_layernorm(hidden_states),
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            **kwargs,
-        )
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """Maps hidden states `[B, T, E]` to hidden states `[B, T, E]`; other arguments are those of the attention."""
+        normalized = self.input_layernorm(hidden_states)
+        attended, _ = self.self_attn(normalized, attention_mask=attention_mask, **kwargs)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 

@@ -6,16 +6,12 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")
-
 from cycler import cycler
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
-from ..common.plot_labels import literal_label
+from ..common.figures import literal_label, plt, save
 from .record import AT_LEAST, AT_MOST, Run, loss_unit
 
 PLOT = "losses.png"
@@ -52,8 +48,7 @@ def draw_arms(record: Mapping[str, Any], path: Path) -> None:
     lines, labels = panels[0, 0].get_legend_handles_labels()
     columns = max(LEGEND_WIDTH // (8 + max(map(len, labels))), 1)
     figure.legend(lines, labels, loc="outside lower center", ncols=min(columns, len(labels)))
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _draw_over_tokens(panels: Sequence[Axes], record: Mapping[str, Any], start: Mapping[int, float]) -> None:

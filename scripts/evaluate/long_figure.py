@@ -5,12 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
-
+from ..common.figures import plt, save
 from .long_context import describe
 
 
@@ -35,5 +30,4 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     left.set_yscale("log")
     figure.suptitle("vertical line: trained length", fontsize=9)
     figure.legend(*left.get_legend_handles_labels(), fontsize=8, ncols=2, loc="outside lower center")
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)

@@ -3,16 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib
 import torch
-from torch import Tensor
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from torch import Tensor
 
+from ..common.figures import plt
 from .observation import LayerObservation
 
 # Maps can be negative, so the colors diverge from white at zero.

@@ -198,15 +198,12 @@ def recipe_line(sweep: Sweep, outcomes: list[Outcome]) -> str:
 
 def draw(sweep: Sweep, outcomes: list[Outcome], path: Path) -> None:
     """Plots the validation loss over the swept number; runs that diverged are crosses at the upper edge."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # slow to import, and not needed before the runs have ended
+    from ..common.figures import plt, save  # slow to import, and not needed before the runs have ended
 
     best = best_of(outcomes)
     ended = [(outcome.value, outcome.loss) for outcome in outcomes if outcome.loss is not None]
     diverged = [outcome.value for outcome in outcomes if outcome.loss is None]
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(6, 4), dpi=120, layout="constrained")
     axes.plot(*zip(*ended, strict=True), marker="o", color="tab:blue")
     axes.plot([best.value], [best.loss], marker="o", markersize=11, fillstyle="none", color="tab:red")
     for value in diverged:
@@ -215,5 +212,4 @@ def draw(sweep: Sweep, outcomes: list[Outcome], path: Path) -> None:
     title += f", {len(diverged)} diverged (crosses)" if diverged else ""
     axes.set(xscale="log", xlabel=sweep.name, ylabel="validation loss (nats per target)", title=title)
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path)

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ..common.plot_labels import literal_label
+from ..common.figures import literal_label
 from .run import Run
 
 WIDTH, HEIGHT = 6.2, 3.2

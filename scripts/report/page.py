@@ -6,8 +6,8 @@ from typing import Any
 
 from ..common.atomic_file import write_whole
 from ..common.errors import UserError
+from ..common.figures import literal_label
 from ..common.html_page import DOCTYPE, gallery, heading, page, table
-from ..common.plot_labels import literal_label
 from .charts import draw_curves, draw_layers
 from .run import Run, differing, read_runs
 

@@ -4,16 +4,12 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
+from ..common.figures import plt, save
 
 
 def draw_losses(runs: Mapping[str, Path], path: Path) -> None:
     """Draws training losses (lines) and validation losses (dots) of runs, by label, from their `metrics.jsonl`."""
-    figure, axes = plt.subplots(figsize=(7, 4.5), dpi=150)
+    figure, axes = plt.subplots(figsize=(7, 4.5), dpi=150, layout="tight")
     for color, (label, run) in zip(plt.rcParams["axes.prop_cycle"].by_key()["color"], runs.items(), strict=False):
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         train, validation = ([line for line in lines if line["split"] == split] for split in ("train", "validation"))
@@ -29,6 +25,4 @@ def draw_losses(runs: Mapping[str, Path], path: Path) -> None:
     axes.set_ylabel("loss, nats per token")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)

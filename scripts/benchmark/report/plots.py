@@ -6,15 +6,11 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
+from ...common.figures import plt, save
 from ..harness.interface import GRAPH
 from ..subjects.parts import UNCLOCKED, WHOLE
 from .tables import Record, case_title
@@ -86,7 +82,7 @@ def draw_scaling(
         axes.grid(alpha=0.3, which="both")
         if axes.get_legend_handles_labels()[1]:  # not where every candidate has failed
             axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_ratios(record: Record, path: Path) -> None:
@@ -104,12 +100,12 @@ def draw_ratios(record: Record, path: Path) -> None:
         axes.set_title(case_title(case).replace(": ", ":\n"), fontsize=8)
         axes.tick_params(labelsize=7)
         axes.set_xlabel("time / best plain attention", fontsize=8)
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_roofline(record: Record, path: Path) -> None:
     """Roofline: FLOP/s against FLOPs per byte of inputs and results, under the limits of the machine."""
-    figure, axes = plt.subplots(figsize=(7, 5), dpi=120)
+    figure, axes = plt.subplots(figsize=(7, 5), dpi=120, layout="tight")
     peak, bandwidth = record["machine"]["gemm_flops_per_second"], record["machine"]["copy_bytes_per_second"]
     points = [
         (row["flops"] / row["traffic_bytes"], row["flops_per_second"], row["role"], row["name"])
@@ -127,7 +123,7 @@ def draw_roofline(record: Record, path: Path) -> None:
     axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte", ylabel="FLOP/s")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_profiles(cases: Sequence[Record], peak: float, path: Path) -> None:
@@ -151,7 +147,7 @@ def draw_profiles(cases: Sequence[Record], peak: float, path: Path) -> None:
         keys += [Patch(facecolor="white", edgecolor="black", hatch=RECOMPUTED_HATCH, label="recomputed")]
         keys += [Line2D([], [], color="black", lw=2, label="FLOP floor of the call")]
         axes.legend(handles=keys, fontsize=6)
-    _save(figure, path)
+    save(figure, path)
 
 
 def group_by_length(cases: Iterable[Record]) -> dict[str, list[Record]]:
@@ -174,7 +170,8 @@ def group_by_length(cases: Iterable[Record]) -> dict[str, list[Record]]:
 def make_panels(count: int) -> tuple[Any, Sequence[Any]]:
     """A figure and its panels, at most `COLUMNS` in a row; the last row may end with blank ones."""
     rows, columns = max(math.ceil(count / COLUMNS), 1), max(min(count, COLUMNS), 1)
-    figure, grid = plt.subplots(rows, columns, figsize=(5 * columns, 4.5 * rows), dpi=120, squeeze=False)
+    size = (5 * columns, 4.5 * rows)
+    figure, grid = plt.subplots(rows, columns, figsize=size, dpi=120, squeeze=False, layout="tight")
     for axes in grid.flat[count:]:
         axes.set_axis_off()
     return figure, list(grid.flat)
@@ -224,9 +221,3 @@ def _by_candidate(cases: Iterable[Record]) -> dict[str, list[tuple[int, Record]]
             if "timing" in row and row["verdict"]["correct"]:
                 found.setdefault(row["name"], []).append((case["shape"]["length"], row))
     return found
-
-
-def _save(figure: Any, path: Path) -> None:
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)

@@ -38,6 +38,7 @@ class ConversionPlan(ABC):
         dropped: names of tensors that are not written, by reason.
         warnings: what the user should know.
         sizes: bytes of each file that was written; the driver fills it in.
+        checked: what `verify` found; the driver fills it in.
     """
 
     arguments: ConversionArguments
@@ -47,14 +48,15 @@ class ConversionPlan(ABC):
     dropped: dict[str, list[str]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
+    checked: str = "no (--no-verify)"
 
     @abstractmethod
     def write_config(self, folder: Path) -> Iterable[str]:
         """Writes `config.json` beside the tokenizer, if there is one; returns further warnings."""
 
     @abstractmethod
-    def verify(self, written: Path) -> None:
-        """Compares logits of the source and of the folder `written`, and keeps the outcome for the report.
+    def verify(self, written: Path) -> str:
+        """Compares logits of the source and of the folder `written`, and returns what the report says of it.
 
         Raises:
             UserError: they differ by more than rounding.
@@ -63,10 +65,6 @@ class ConversionPlan(ABC):
     @abstractmethod
     def describe_source(self) -> str:
         """What kind of model was read."""
-
-    @abstractmethod
-    def describe_check(self) -> str:
-        """What `verify` found."""
 
     def details(self) -> Iterator[tuple[str, str]]:
         """Further lines of the report, about what was read: a word and the text."""
@@ -89,7 +87,7 @@ class ConversionPlan(ABC):
             yield _line(word, text)
         for name, size in self.sizes.items():
             yield f"{size:>14,}  {name}"
-        yield _line("verified", self.describe_check() if self.arguments.verify else "no (--no-verify)")
+        yield _line("verified", self.checked)
         for word, text in self.effects():
             yield _line(word, text)
         yield _line("written", self.describe_result())
@@ -134,7 +132,7 @@ def convert(
         copy_files(companions, source, staging)
         plan.warnings.extend(plan.write_config(staging))
         if arguments.verify:
-            plan.verify(staging)
+            plan.checked = plan.verify(staging)
         plan.sizes = file_sizes(staging)
     return plan
 

@@ -10,7 +10,6 @@ from transformers import PreTrainedConfig
 from ...common.errors import UserError
 from ..common.driver import ConversionPlan
 from ..common.dropout import warn_of_dropout
-from ..common.logits_check import LogitsCheck
 from ..common.model_loading import load_config
 from ..common.planning import check_import, check_shapes, choose_dtype, in_file_order, meta_model, shapes_of
 from ..common.tensor_source import TensorSource, count_elements
@@ -32,13 +31,11 @@ class Conversion(ConversionPlan):
     Args:
         official: the official configuration.
         config: ours.
-        verification: the comparison of logits; None until it is made.
     """
 
     arguments: OfficialArguments
     official: OfficialConfig
     config: PreTrainedConfig
-    verification: LogitsCheck | None = None
 
     def write_config(self, folder: Path) -> Iterable[str]:
         if not self.arguments.reverse:
@@ -46,7 +43,7 @@ class Conversion(ConversionPlan):
         write_json(folder, to_json(self.official, self.dtype))
         return ()
 
-    def verify(self, written: Path) -> None:
+    def verify(self, written: Path) -> str:
         ours, theirs = self.our_and_foreign_side(written)
         model = OfficialModel(
             self.official,
@@ -56,16 +53,13 @@ class Conversion(ConversionPlan):
             prefer_merged=self.arguments.prefer_merged,
             keep_static=self.arguments.static == "keep",
         )
-        self.verification = verify_logits(ours, self.dtype, model)
+        return verify_logits(ours, self.dtype, model).describe()
 
     def describe_source(self) -> str:
         return (
             f"{self.official.family}, {self.config.num_hidden_layers} layers, {self.config.num_attention_heads} heads, "
             f"{count_elements(self.source.shapes.values()):,} numbers"
         )
-
-    def describe_check(self) -> str:
-        return self.verification.describe() if self.verification else ""
 
     def details(self) -> Iterator[tuple[str, str]]:
         if local := self.config.layer_types.count("sliding_attention"):

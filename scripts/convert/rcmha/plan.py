@@ -10,7 +10,6 @@ from dynattn import RCMHAConfig
 from ...common.errors import UserError
 from ..common.driver import ConversionPlan
 from ..common.dropout import warn_of_dropout
-from ..common.logits_check import LogitsCheck
 from ..common.model_loading import load_config
 from ..common.planning import check_import, check_shapes, choose_dtype, in_file_order, meta_model, shapes_of
 from ..common.tensor_source import TensorSource, count_elements
@@ -31,14 +30,12 @@ class RCMHAConversion(ConversionPlan):
     Args:
         official: the official configuration.
         config: ours.
-        verification: the comparison of logits; None until it is made.
         effect: of streaming memory, by how much it changes the logits; None where memory goes by segments.
     """
 
     arguments: RCMHAArguments
     official: OfficialRCMHAConfig
     config: RCMHAConfig
-    verification: LogitsCheck | None = None
     effect: float | None = None
 
     @property
@@ -53,19 +50,17 @@ class RCMHAConversion(ConversionPlan):
         write_json(folder, self.official.to_json())
         return ()
 
-    def verify(self, written: Path) -> None:
+    def verify(self, written: Path) -> str:
         ours, theirs = self.our_and_foreign_side(written)
         official = OfficialRCMHA(self.official, lambda key: theirs.read(key).to(self.dtype))
-        self.verification, self.effect = verify_segments(ours, self.dtype, self.config, official)
+        check, self.effect = verify_segments(ours, self.dtype, self.config, official)
+        return check.describe(" in segments with memory")
 
     def describe_source(self) -> str:
         return (
             f"{self.official.kind}, {self.official.n_layers} layers, {self.official.heads} heads, "
             f"memory of {self.official.mem_len} tokens,"
         )
-
-    def describe_check(self) -> str:
-        return self.verification.describe(" in segments with memory") if self.verification else ""
 
     def details(self) -> Iterator[tuple[str, str]]:
         if self.official.is_relative:

@@ -47,7 +47,6 @@ class Upcycling(ConversionPlan):
         twin: the configuration with which the written weights compute what the source computes; `config` itself
             unless the result is meant to differ.
         probe: how both models are run for the comparison.
-        proof: the comparison of the source with the written weights under `twin`; None until it is made.
         effect: the comparison of the source with the result under `config`; None if both are meant to be equal.
     """
 
@@ -55,7 +54,6 @@ class Upcycling(ConversionPlan):
     config: PreTrainedConfig
     twin: PreTrainedConfig
     probe: Probe
-    proof: Comparison | None = None
     effect: Comparison | None = None
 
     @property
@@ -69,7 +67,7 @@ class Upcycling(ConversionPlan):
             write_generation_settings(self.source.folder, folder)
         return list(write_preprocessors(self.source.folder, folder))
 
-    def verify(self, written: Path) -> None:
+    def verify(self, written: Path) -> str:
         """Checks that the written weights give the source's logits when run with the source's settings.
 
         If the result is meant to differ, also measures by how much.
@@ -87,9 +85,9 @@ class Upcycling(ConversionPlan):
             if proof.difference <= proof.limit:
                 what = " has the source's logits, but generates other tokens"
             raise UserError(f"the written model{what}. Nothing was written")
-        self.proof = proof
         if not self.same_model:
             self.effect = compare_answers(theirs, probe.ask(self._load(written), inputs))
+        return proof.describe()
 
     def _load(self, folder: Path, **options: Any) -> PreTrainedModel:
         return load_for_probe(folder, auto_class=self.probe.auto_class_of(read_config(folder)), **options)
@@ -99,9 +97,6 @@ class Upcycling(ConversionPlan):
             f"{self.config.num_hidden_layers} layers, {self.config.num_attention_heads} heads, "
             f"{count_elements(self.source.shapes.values()):,} numbers"
         )
-
-    def describe_check(self) -> str:
-        return self.proof.describe() if self.proof else ""
 
     def effects(self) -> Iterator[tuple[str, str]]:
         if self.effect is not None:

@@ -4,14 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
+from ...common.figures import plt, save
 from .arms import ARMS, QUESTION
 
 COLUMNS = 3
@@ -42,8 +38,7 @@ def draw_survival(record: Mapping[str, Any], path: Path) -> None:
     }
     figure.legend(labeled.values(), labeled, loc="lower center", ncols=2 * columns, fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, legend / height, 1, 1))
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _draw_task(axes: Axes, task: Mapping[str, Any]) -> None:

@@ -4,26 +4,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
+
+from ...common.figures import plt, save
 
 
 def draw_arms(record: Mapping[str, Any], path: Path) -> None:
     """Draws a row for each task with results: on the left the first metric of each arm, on the right differences."""
     tasks = [name for name in record["tasks"] if record["results"][name]["arms"]]
     height = 1.2 + 0.42 * max(len(record["arms"]), len(record["contrasts"]))
-    figure, panels = plt.subplots(len(tasks), 2, figsize=(13, height * len(tasks)), dpi=130, squeeze=False)
+    size = (13, height * len(tasks))
+    figure, panels = plt.subplots(len(tasks), 2, figsize=size, dpi=130, squeeze=False, layout="tight")
     for task, (left, right) in zip(tasks, panels, strict=True):
         _draw_values(left, record, task)
         _draw_differences(right, record, task)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _draw_values(axes: Axes, record: Mapping[str, Any], task: str) -> None:

@@ -4,14 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
+
+from ...common.figures import plt, save
 
 STYLES = {"off": "-", "on": "--", "wide": ":"}
 LABELS = {"off": "plain", "on": "composed", "wide": "plain, wider MLP"}
@@ -31,8 +28,7 @@ def draw_lengths(record: Mapping[str, Any], path: Path) -> None:
     # All panels have the same arms, and a legend inside one of them would hide curves.
     lines, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="outside lower center", ncols=4, fontsize=9)
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _draw_lengths(axes: Axes, record: Mapping[str, Any], task: str, colors: Mapping[str, str]) -> None:

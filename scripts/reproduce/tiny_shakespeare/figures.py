@@ -4,15 +4,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ...common.figures import plt, save
 from .plan import GROUPS, TYPES
 
 COLORS = dict(zip(TYPES, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
@@ -41,7 +37,7 @@ def draw_curves(record: Mapping[str, Any], path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4)  # inside it would hide curves
     figure.suptitle("lines: training; points: validation split at the end", fontsize=10)
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_bars(record: Mapping[str, Any], path: Path) -> None:
@@ -57,14 +53,15 @@ def draw_bars(record: Mapping[str, Any], path: Path) -> None:
     last.bar(list(quoted), list(quoted.values()), color=[COLORS[kind] for kind in quoted], alpha=0.5, hatch="//")
     _number(last, quoted.values())
     last.set_title("quoted from the paper: training and\nvalidation mixed, since the start of training", fontsize=9)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _make_panels(count: int) -> tuple[Figure, list[Axes]]:
     """A figure with `count` panels in rows of up to `PANELS_PER_ROW`."""
     columns = min(count, PANELS_PER_ROW)
     rows = -(-count // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(5 * columns, 4.8 * rows), dpi=110, squeeze=False)
+    size = (5 * columns, 4.8 * rows)
+    figure, grid = plt.subplots(rows, columns, figsize=size, dpi=110, squeeze=False, layout="tight")
     panels = list(grid.flat)
     for unused in panels[count:]:
         unused.remove()
@@ -136,9 +133,3 @@ def _title(group: str) -> str:
 
 def _is_of(run: Mapping[str, Any], cell: Mapping[str, Any]) -> bool:
     return all(run["settings"][name] == cell[name] for name in ("group", "variant"))
-
-
-def _save(figure: Any, path: Path) -> None:
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
