@@ -46,7 +46,7 @@ WIDTHS = (
 # Limits of JSON files: levels of nested lists and objects, and the largest 64-bit integer, as tensors hold no larger.
 DEEPEST, LARGEST = 64, 2**63 - 1
 # Bytes that file systems allow in the name of a file.
-LONGEST_NAME = 255
+LONGEST_FILE_NAME = 255
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def check_sizes(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) 
             raise UserError(_impossible(config, name, f"{needed}; use the configuration that belongs to the weights"))
 
 
-def read_json(path: Path) -> Any:
+def read_foreign_json(path: Path) -> Any:
     """Returns the content of a JSON file in a checkpoint folder.
 
     Raises:
@@ -162,7 +162,7 @@ def copy_files(names: Iterable[str], source: Path, destination: Path) -> None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    content = read_json(path)
+    content = read_foreign_json(path)
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold an object, not a {type(content).__name__}")
     return content
@@ -179,7 +179,7 @@ def _check_token_ids(path: Path) -> None:
 def _forget_places(path: Path) -> None:
     """Takes `auto_map` out of a configuration, and `name_or_path` unless it is a name on the Hub."""
     try:
-        content = read_json(path)
+        content = read_foreign_json(path)
     except UserError:  # a damaged file is told where the tokenizer is loaded
         return
     if not isinstance(content, dict):
@@ -213,7 +213,7 @@ def read_weight_map(index: Path) -> dict[str, Path]:
     Raises:
         UserError: it is no index, or names something else than files in its folder.
     """
-    content = read_json(index)
+    content = read_foreign_json(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict):
         raise UserError(f"{index} is no index of shards; copy or save the checkpoint again")
@@ -225,7 +225,7 @@ def read_weight_map(index: Path) -> dict[str, Path]:
 def _file_of_index(index: Path, name: object) -> Path:
     """The weight file `name` that an index lists, which must be a file in its folder, and no link to one elsewhere."""
     is_name = isinstance(name, str) and name.isprintable() and Path(name).name == name and bool(name.strip("."))
-    if not is_name or len(os.fsencode(str(name))) > LONGEST_NAME:
+    if not is_name or len(os.fsencode(str(name))) > LONGEST_FILE_NAME:
         raise UserError(
             f"{index} names the weight file {reprlib.repr(name)}, which is no file name in that folder; "
             "copy or save the checkpoint again"

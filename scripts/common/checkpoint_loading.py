@@ -1,6 +1,5 @@
 """Loads a checkpoint to be scored, and refuses one whose scores would mean nothing."""
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,9 +19,9 @@ from transformers import (
 
 from .checkpoint_files import ADAPTER, check_has_config
 from .errors import UserError, first_line, refusal_of
+from .folder_names import may_be_on_the_hub
 from .offline import offline_if_unreachable
 
-HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 NAN_LOGITS = "the model's logits are NaN: its weights are damaged, or overflow in this dtype; try float32"
 
 
@@ -108,7 +107,7 @@ def check_place(place: str) -> None:
             raise UserError(f"{place} is an empty folder; give the folder of a checkpoint")
     elif folder.exists():
         raise UserError(f"{place} is a file; give the folder that `save_pretrained` wrote")
-    elif not HUB_NAME.fullmatch(place):
+    elif not may_be_on_the_hub(place):
         raise UserError(f"there is no folder {place}, and no model on the Hub can have this name; give one of them")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynattn.modeling.ops.dcmha.chunked.composers.stepwise import same_group
 from dynattn.modeling.ops.dcmha.composition import SIDES, Composition
 from dynattn.modeling.ops.dcmha.eager import AttentionMaps
 from dynattn.modeling.ops.distance_tables import NO_TABLES, DistanceTables, at_distances
@@ -35,18 +36,12 @@ def term_matrices(stage: Composition) -> dict[str, Tensor]:
         down, up, gate = stage.side(side)
         if down is not None and up is not None:
             mixed = torch.einsum("btrn,btrm->btnm", down, up)
-            matrices[f"{side}_low_rank"] = mixed * _same_group(mixed.shape[-1], stage.groups, mixed)
+            matrices[f"{side}_low_rank"] = mixed * same_group(stage.groups, mixed)
         if gate is not None:
             matrices[f"{side}_gate"] = torch.diag_embed(gate)
     if stage.static is not None:
         matrices["static"] = stage.static[None, None]
     return matrices
-
-
-def _same_group(heads: int, groups: int, like: Tensor) -> Tensor:
-    """`[H, H]` in the dtype of `like`: 1 where two heads are in one group, else 0."""
-    group = torch.arange(heads, device=like.device) // (heads // groups)
-    return (group[:, None] == group).to(like.dtype)
 
 
 def pair_matrices(stage: Composition) -> Tensor:

@@ -10,7 +10,7 @@ from huggingface_hub.utils import validate_repo_id
 from .errors import UserError
 
 # Longest name of a folder to write, in bytes: file systems allow 255, and scratch folders beside it add to its name.
-LONGEST_NAME = 220
+LONGEST_FOLDER_NAME = 220
 # Characters that end a line or are no text in UTF-8, so that no report or model card can name the folder.
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f\x85\u2028\u2029\ud800-\udfff]")
 # What git allows as the name of a branch or tag; a name with `..` could leave the Hub's cache.
@@ -41,8 +41,10 @@ def resolve_destination(name: str) -> Path:
         UserError: it is no name of a folder, is too long, lies in a file, or the command runs in it.
     """
     folder = resolve_folder(name)
-    if (length := len(os.fsencode(folder.name))) > LONGEST_NAME:
-        raise UserError(f"the folder name {_short(folder.name)} has {length} bytes; give one of at most {LONGEST_NAME}")
+    if (length := len(os.fsencode(folder.name))) > LONGEST_FOLDER_NAME:
+        raise UserError(
+            f"the folder name {_short(folder.name)} has {length} bytes; give one of at most {LONGEST_FOLDER_NAME}"
+        )
     if Path.cwd().is_relative_to(folder):
         raise UserError(f"{folder} holds the current folder, so it cannot be written as a whole; give another folder")
     above = next(parent for parent in folder.parents if parent.exists())
@@ -66,7 +68,7 @@ def make_folder(folder: Path) -> None:
 
 def check_revision(revision: str | None) -> None:
     """Raises UserError where no branch, tag or commit can have such a name."""
-    if revision is not None and not (REVISION.fullmatch(revision) and len(revision) <= LONGEST_NAME):
+    if revision is not None and not (REVISION.fullmatch(revision) and len(revision) <= LONGEST_FOLDER_NAME):
         raise UserError(f"revision {_short(revision)} is no branch, tag or commit; give one, such as main")
 
 

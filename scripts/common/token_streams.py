@@ -5,11 +5,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dynattn.modeling.ops.chunked_loss import IGNORED
-
-# A target that the loss leaves out.
-IGNORE_INDEX = IGNORED
-
 
 @dataclass(frozen=True)
 class TokenStreams:

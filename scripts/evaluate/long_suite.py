@@ -24,7 +24,7 @@ PROMPTS = 10
 
 
 def evaluate_long(arguments: EvaluateArguments) -> None:
-    """Measures the checkpoints, writes results and plot if asked to, and returns the table.
+    """Measures the checkpoints, prints the table, and writes results and plot if asked to.
 
     Raises:
         UserError: a checkpoint or the text cannot be read, or is too short.

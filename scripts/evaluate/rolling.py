@@ -9,9 +9,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
 from dynattn.modeling.caches.names import named_cache
+from dynattn.modeling.ops.chunked_loss import IGNORED
 
 from ..common.checkpoint_loading import refuse_nan
-from ..common.token_streams import IGNORE_INDEX, TokenStreams
+from ..common.token_streams import TokenStreams
 
 
 def roll_texts(model: PreTrainedModel, texts: Sequence[list[int]], *, segment: int, batch_size: int) -> list[float]:
@@ -39,12 +40,12 @@ def roll_texts(model: PreTrainedModel, texts: Sequence[list[int]], *, segment: i
 def _roll_batch(model: PreTrainedModel, texts: Sequence[Tensor], segment: int) -> Tensor:
     """Log-likelihoods `[B]`. Padding is at the end of texts, so that no token that is scored has it in its memory."""
     inputs = pad_sequence([text[:-1] for text in texts], batch_first=True)
-    targets = pad_sequence([text[1:] for text in texts], batch_first=True, padding_value=IGNORE_INDEX)
+    targets = pad_sequence([text[1:] for text in texts], batch_first=True, padding_value=IGNORED)
     memory = DynamicCache(config=model.config)
     total = torch.zeros(len(texts), dtype=torch.float64)
     for part, wanted in TokenStreams(inputs, targets, segment):
         logits = model(part, **named_cache(memory)).logits.float()
         refuse_nan(logits)
-        nats = F.cross_entropy(logits.transpose(1, 2), wanted, ignore_index=IGNORE_INDEX, reduction="none")
+        nats = F.cross_entropy(logits.transpose(1, 2), wanted, ignore_index=IGNORED, reduction="none")
         total -= nats.double().sum(1).cpu()
     return total

@@ -16,7 +16,7 @@ from ..common.errors import UserError
 from ..common.folder_names import resolve_destination, resolve_folder
 from ..compare.study_folder import RECORD, TABLE, claim
 from ..evaluate.long_context import longest_readable
-from ..pretrain.data.packing import TokenStream
+from ..pretrain.data.token_stream import TokenStream
 
 Row = dict[str, Any]
 # What of a run's options decides its model.

@@ -119,7 +119,7 @@ def make_candidate(
     def prepare(problem: OpProblem) -> Callable[[], Results]:
         compiled = torch.compile(attend) if compiles else attend
         call = partial(evaluate, compiled, arrange(problem.inputs[function]), backward=problem.backward)
-        return compile_mode(mode)(call)
+        return compiling_as(mode)(call)
 
     return Candidate(name, role, function, prepare)
 
@@ -150,7 +150,7 @@ def call_op(inputs: OpInputs, implementation: str) -> Tensor:
 
 
 @contextmanager
-def compile_mode(mode: str) -> Iterator[None]:
+def compiling_as(mode: str) -> Iterator[None]:
     """Sets the variable that decides what our op compiles, for a while."""
     before = os.environ.get(COMPILE_VARIABLE)
     os.environ[COMPILE_VARIABLE] = mode

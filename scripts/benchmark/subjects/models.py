@@ -21,7 +21,7 @@ from ..harness.inputs import COMPOSED, PLAIN
 from ..harness.interface import Candidate, Case, Role, Subject
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
-from .attention import compile_mode, ours
+from .attention import compiling_as, ours
 
 # Weights large enough that an error in composition or attention shows in the logits.
 INITIALIZATION = {"initializer_range": 0.05, "compose_init_scale": 20.0}
@@ -74,7 +74,7 @@ class ModelProblem(NamedTuple):
         if self.backward and elements * self.config["num_hidden_layers"] > limit:
             checkpoint_activations(model)
         # By PyTorch's operators alone: compiled code is what the reference judges.
-        return compile_mode("0")(self.step(model, self.tokens))()
+        return compiling_as("0")(self.step(model, self.tokens))()
 
     def flops(self, function: str, logits: int) -> float:
         """FLOPs of a forward pass that computes the logits of the last `logits` tokens of each sequence."""
@@ -98,7 +98,7 @@ def candidates(device: torch.device) -> list[Candidate]:
 
     def prepare(problem: ModelProblem, function: str, implementation: str, mode: str) -> Callable[[], Results]:
         run = problem.step(problem.model(function, implementation), problem.tokens)
-        return compile_mode(mode)(run)
+        return compiling_as(mode)(run)
 
     return [
         Candidate(name, role, function, partial(prepare, function=function, implementation=implementation, mode=mode))

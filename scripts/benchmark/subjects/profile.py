@@ -26,7 +26,7 @@ from ..harness.overrides import override_attributes
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape, visible_pairs
 from . import attention
-from .attention import ATTENTION, COMPILE_MODES, OpProblem, call_op, compile_mode
+from .attention import ATTENTION, COMPILE_MODES, OpProblem, call_op, compiling_as
 from .op_flops import composition_flops
 from .parts import (
     BACKWARD_PARTS,
@@ -82,7 +82,7 @@ class PartClock:
             "STEPWISE": self.timed_composer(tiling.STEPWISE),
         }
         with (
-            compile_mode(COMPILE_MODES["chunked-stepwise"]),
+            compiling_as(COMPILE_MODES["chunked-stepwise"]),
             override_attributes(chunk, functions),
             override_attributes(tiling, composers),
         ):
@@ -172,7 +172,7 @@ class Profile:
         device = self.inputs.query.device
         with clock.installed():
             whole = sample(call, self.repeats, device)
-        with compile_mode(COMPILE_MODES["chunked-stepwise"]):
+        with compiling_as(COMPILE_MODES["chunked-stepwise"]):
             unclocked = sample(call, self.repeats, device)
         parts = {name: clock.seconds[name] / self.repeats for name in FUNCTIONS if name in clock.seconds}
         rest = {REST: whole - sum(parts.values()), WHOLE: whole, UNCLOCKED: unclocked}

@@ -28,8 +28,8 @@ def write_weights(
     write_shards(folder, steps, source.read, written_shapes(steps, source.shapes), dtype=dtype, limit=limit)
 
 
-def write_json(folder: Path, content: dict[str, Any]) -> None:
-    """Writes a foreign `config.json`."""
+def write_foreign_config(folder: Path, content: dict[str, Any]) -> None:
+    """Writes a `config.json` that is not of Transformers."""
     atomic_file.write_json(folder / "config.json", content)
 
 

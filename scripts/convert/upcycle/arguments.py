@@ -1,4 +1,4 @@
-"""The arguments of the conversions from plain models: `dynattn convert pythia`, `llama` and `vit`."""
+"""Arguments of the conversions from plain models: `dynattn convert bart`, `llama`, `modernbert`, `pythia` and `vit`."""
 
 from dataclasses import dataclass, field
 from typing import Literal

@@ -17,7 +17,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ...common.atomic_file import write_json
 from ...common.builtin_corpus import builtin_documents
-from ...common.checkpoint_files import TOKENIZER_PATTERNS, matching_files, read_config, read_json
+from ...common.checkpoint_files import TOKENIZER_PATTERNS, matching_files, read_config, read_foreign_json
 from ...common.errors import UserError, first_line
 from ..common.model_loading import quiet_loading
 
@@ -110,7 +110,7 @@ def _name_class(kind: Preprocessor, source: Path, written: Path, name: str) -> N
 def _content(kind: Preprocessor, source: Path) -> dict[str, Any]:
     """The content of the file that may name the class; empty where there is none, or it holds something else."""
     path = source / kind.file
-    content = read_json(path) if path.exists() else {}
+    content = read_foreign_json(path) if path.exists() else {}
     return content if isinstance(content, dict) else {}
 
 

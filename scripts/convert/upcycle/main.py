@@ -1,6 +1,7 @@
 """Upcycling as a library function, and the command line that the families of parents share.
 
-A family has a module of its own beside this one (`pythia`, `llama`), whose docstring is its `--help`.
+A family has a module of its own beside this one (`bart`, `llama`, `modernbert`, `pythia`, `vit`), whose docstring is
+its `--help`.
 """
 
 from collections.abc import Sequence

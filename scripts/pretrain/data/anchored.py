@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dynattn.modeling.ops.chunked_loss import IGNORED
+
 from ...common.errors import UserError
-from ...common.token_streams import IGNORE_INDEX
 from .packing import PackedSequences
 from .sequences import Sequences
 from .token_stream import TokenStream
@@ -45,8 +46,8 @@ class AnchoredSequences(Sequences):
         """Sequence `index`: `input_ids`, `labels` and `position_ids`, each `[T]`."""
         window = self.windows[index]
         input_ids = pad(window["input_ids"], (1, 0), value=self.anchor)
-        labels = pad(window["labels"], (1, 0), value=IGNORE_INDEX)
-        labels[1] = IGNORE_INDEX
+        labels = pad(window["labels"], (1, 0), value=IGNORED)
+        labels[1] = IGNORED
         begin = index * self.windows.stride
         position_ids = torch.arange(self.length)
         position_ids[1 + self.windows.stream.starts_between(begin, begin + self.length - 1)] = 0

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from dynattn.modeling.ops.chunked_loss import IGNORED
+
 from ...common.errors import UserError
-from ...common.token_streams import IGNORE_INDEX
 from ..outputs import checksums
 from .indexed_names import DATA, INDEX
 from .sequences import Sequences, as_item, restarting_positions
@@ -177,7 +178,7 @@ class IndexedSamples(Sequences):
     def text_bytes(self) -> int:
         """Length in UTF-8 of the targets of all samples, which are decoded once."""
         targets = (self._read(index)[1] for index in range(len(self)))
-        return sum(decoded_bytes(self.tokenizer, one[one != IGNORE_INDEX]) for one in targets)
+        return sum(decoded_bytes(self.tokenizer, one[one != IGNORED]) for one in targets)
 
     def _read(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The inputs of sample `index` and the tokens that are predicted from them, each `[T]`."""
@@ -185,7 +186,7 @@ class IndexedSamples(Sequences):
         sample = np.asarray(self.data.tokens[begin : begin + self.length + 1], dtype=np.int64)
         input_ids, targets = sample[:-1], sample[1:].copy()
         if self.mask_documents:
-            targets[self._ends(input_ids)] = IGNORE_INDEX
+            targets[self._ends(input_ids)] = IGNORED
         return input_ids, targets
 
     def _ends(self, input_ids: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dynattn.modeling.ops.chunked_loss import IGNORED
+
 from ...common.errors import UserError
-from ...common.token_streams import IGNORE_INDEX
 from ..arguments import PretrainArguments
 
 # Unless the arguments give it, the first length is `sequence_length` divided by this.
@@ -67,7 +68,7 @@ class LengthWarmup:
         length = self(step)
         if batch["input_ids"].shape[1] == length:
             return batch
-        shifted = batch.get("shift_labels", pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX))
+        shifted = batch.get("shift_labels", pad(batch["labels"][:, 1:], (0, 1), value=IGNORED))
         pieces = {name: tensor.reshape(-1, length) for name, tensor in {**batch, "shift_labels": shifted}.items()}
         if "position_ids" in pieces:
             # A document that began before the piece is counted from the piece's start.

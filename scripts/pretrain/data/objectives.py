@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
+from dynattn.modeling.ops.chunked_loss import IGNORED
+
 from ...common.errors import UserError
-from ...common.token_streams import IGNORE_INDEX
 from ..arguments import PretrainArguments
 from .sequences import Sequences
 
@@ -33,7 +34,7 @@ class Objective(ABC):
 
     @abstractmethod
     def targets(self, batch: Item) -> Tensor:
-        """The targets of a batch of tensors `[B, T]`, `IGNORE_INDEX` where there is none."""
+        """The targets of a batch of tensors `[B, T]`, `IGNORED` where there is none."""
 
     @abstractmethod
     def for_validation(self) -> "Objective":
@@ -41,7 +42,7 @@ class Objective(ABC):
 
     def count(self, batch: Item) -> int:
         """The number of targets of a batch of tensors `[B, T]`."""
-        return int((self.targets(batch) != IGNORE_INDEX).sum())
+        return int((self.targets(batch) != IGNORED).sum())
 
 
 class CausalLM(Objective):
@@ -104,7 +105,7 @@ class MaskedLM(Objective):
 
     def _padding(self, item: Item) -> Tensor:
         """`[T]`, true for the padding at the end: padding tokens whose label is ignored."""
-        unused = (item["labels"] == IGNORE_INDEX) & (item["input_ids"] == self.tokenizer.pad_token_id)
+        unused = (item["labels"] == IGNORED) & (item["input_ids"] == self.tokenizer.pad_token_id)
         return unused.flip(0).cummin(0).values.flip(0)
 
     def _mask(self, input_ids: Tensor, padding: Tensor, draw: int) -> tuple[Tensor, Tensor]:
@@ -114,7 +115,7 @@ class MaskedLM(Objective):
         self.collator.generator = torch.Generator().manual_seed(int(words[0] >> 1))
         while True:
             read, labels = self.collator.torch_mask_tokens(input_ids[None].clone(), special_tokens_mask=kept[None])
-            if kept.all() or bool((labels != IGNORE_INDEX).any()):
+            if kept.all() or bool((labels != IGNORED).any()):
                 return read[0], labels[0]
 
 

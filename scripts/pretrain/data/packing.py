@@ -7,7 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ...common.token_streams import IGNORE_INDEX, TokenStreams
+from dynattn.modeling.ops.chunked_loss import IGNORED
+
+from ...common.token_streams import TokenStreams
 from .best_fit import Packs, pack_best_fit
 from .sequences import Sequences, as_item, restarting_positions
 from .token_stream import TokenStream
@@ -39,7 +41,7 @@ class PackedSequences(Sequences):
         padding = (0, self.length - len(input_ids))
         item = {
             "input_ids": np.pad(input_ids, padding, constant_values=self.pad),
-            "labels": np.pad(labels, padding, constant_values=IGNORE_INDEX),
+            "labels": np.pad(labels, padding, constant_values=IGNORED),
         }
         if self.mask_documents:
             starts = self.stream.starts_between(begin, begin + self.length)
@@ -88,13 +90,13 @@ class BestFitSequences(Sequences):
         if not 0 <= index < len(self):
             raise IndexError(index)
         input_ids = np.full(self.length, self.pad, dtype=np.int64)
-        labels = np.full(self.length, IGNORE_INDEX, dtype=np.int64)
+        labels = np.full(self.length, IGNORED, dtype=np.int64)
         starts, place = [], 0
         for piece in self.packs.pieces(index):
             begin, size = int(self.begins[piece]), int(self.packs.size[piece])
             span = slice(place, place + size)
             input_ids[span], labels[span] = self.stream.read(begin, begin + size)
-            labels[place] = IGNORE_INDEX
+            labels[place] = IGNORED
             starts.append(place)
             place += size
         item = {"input_ids": input_ids, "labels": labels}
@@ -139,7 +141,7 @@ class StreamSegments(Sequences):
         input_ids = torch.from_numpy(np.asarray(self.stream.tokens[begin:end], dtype=np.int64))
         targets = torch.from_numpy(self.stream.read(begin + 1, end + 1)[1])
         padding = (0, self.length - len(input_ids))
-        targets = nn.functional.pad(targets, padding, value=IGNORE_INDEX)
+        targets = nn.functional.pad(targets, padding, value=IGNORED)
         input_ids = nn.functional.pad(input_ids, padding, value=self.pad)
         return {"input_ids": input_ids, "labels": targets, "shift_labels": targets}
 

@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from dynattn.modeling.ops.chunked_loss import IGNORED
+
 from ...common.atomic_file import write_json
 from ...common.errors import UserError, first_line
-from ...common.token_streams import IGNORE_INDEX
 from ..arguments import PretrainArguments
 from ..outputs import checkpoint
 from ..outputs.run_folder import RunFolder
@@ -41,7 +42,7 @@ from .tokenization import encode_batches
 
 # The first documents of a stream: their hash identifies it, and they are held out if no validation data is named.
 HELD_OUT_DOCUMENTS = 1000
-BATCH_DOCUMENTS = 100
+STREAMED_DOCUMENTS = 100
 BLOCKS_AHEAD = 2  # written beyond the block that updates read
 POLL_SECONDS = 0.05
 # In place of the number of a wanted block, asks the writing process to end.
@@ -98,7 +99,7 @@ class StreamedSequences(Sequences):
         number, row = divmod(index, self.size)
         block = self._wait_for(number)
         tokens = block.tokens[row].astype(np.int64)
-        labels = np.where(block.targets[row] & ~block.starts[row], tokens, IGNORE_INDEX)
+        labels = np.where(block.targets[row] & ~block.starts[row], tokens, IGNORED)
         item = {"input_ids": tokens, "labels": labels}
         if self.mask_documents:
             item["position_ids"] = restarting_positions(np.flatnonzero(block.starts[row]), self.length)
@@ -250,7 +251,7 @@ class BlockWriter:
                 stream.load_state_dict(cursor["state"])
             rows = iter(stream)
             read = 0
-            while texts := [row["text"] for row in islice(rows, BATCH_DOCUMENTS)]:
+            while texts := [row["text"] for row in islice(rows, STREAMED_DOCUMENTS)]:
                 read += len(texts)
                 yield texts, {"pass": number, "state": stream.state_dict()}
             if read == 0 and "state" not in cursor:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...common.token_streams import IGNORE_INDEX
+from dynattn.modeling.ops.chunked_loss import IGNORED
 
 TOKENS, TARGETS, STARTS, STREAM = "tokens.bin", "targets.bin", "starts.npy", "stream.json"
 
@@ -59,12 +59,12 @@ class TokenStream:
         return range(int(first) - 1, int(last))
 
     def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Tokens and labels `[n]` from `begin` to before `end`; labels are `IGNORE_INDEX` but at targets."""
+        """Tokens and labels `[n]` from `begin` to before `end`; labels are `IGNORED` but at targets."""
         tokens = np.asarray(self.tokens[begin:end], dtype=np.int64)
         labels = tokens.copy()
-        labels[self.starts_between(begin, end)] = IGNORE_INDEX
+        labels[self.starts_between(begin, end)] = IGNORED
         if self.targets is not None:
-            labels[~self.targets[begin:end]] = IGNORE_INDEX
+            labels[~self.targets[begin:end]] = IGNORED
         return tokens, labels
 
     def describe(self) -> str:

@@ -23,11 +23,11 @@ from transformers import PreTrainedTokenizerBase
 from ...common.atomic_file import flush, write_json
 from ..stopping import ignore_signals
 from .document_encoders import Encoded, Encoder
+from .documents import iterate_texts
 from .token_stream import STARTS, STREAM, TARGETS, TOKENS
 
 logger = logging.getLogger(__name__)
 
-BATCH_DOCUMENTS = 1000
 # After each such number of documents the file `NOTE` is updated, which says how much of the stream is on disk.
 NOTE_DOCUMENTS = 50_000
 LENGTHS, NOTE = "lengths.bin", "written.json"
@@ -85,7 +85,7 @@ def write_stream(
 
 def encode_all(dataset: Dataset, encoder: Encoder, workers: int) -> Iterator[Encoded]:
     """The documents of `dataset` in order, as batches of tokens; `workers` processes make them, or this one if 0."""
-    return encode_batches((batch["text"] for batch in dataset.iter(batch_size=BATCH_DOCUMENTS)), encoder, workers)
+    return encode_batches(iterate_texts(dataset), encoder, workers)
 
 
 def encode_batches(batches: Iterator[list[str]], encoder: Encoder, workers: int) -> Iterator[Encoded]:

@@ -94,8 +94,7 @@ class Peaks(NamedTuple):
 
     def extended(self, doubled: "Peaks", ratio: float) -> "Peaks":
         """Extrapolates to `ratio` times as many layers, from these peaks and those of twice as many layers."""
-        pairs = zip(self, doubled, strict=True)
-        return Peaks(*(one + (ratio - 1) * (two - one) for one, two in pairs))
+        return Peaks(*(_extended(one, two, ratio) for one, two in zip(self, doubled, strict=True)))
 
 
 def rehearse(
@@ -153,16 +152,25 @@ class Passes(NamedTuple):
 
     def extended(self, doubled: "Passes", ratio: float) -> "Passes":
         """Extrapolates to `ratio` times as many layers, from this model and one of twice as many layers."""
-        weights, casts = (
-            one + (ratio - 1) * (two - one) for one, two in ((self[0], doubled[0]), (self[2], doubled[2]))
+        return Passes(
+            _extended(self.weights, doubled.weights, ratio),
+            self.largest_layer,
+            _extended(self.casts, doubled.casts, ratio),
+            self.first.extended(doubled.first, ratio),
+            self.second.extended(doubled.second, ratio),
         )
-        peaks = (one.extended(two, ratio) for one, two in ((self.first, doubled.first), (self.second, doubled.second)))
-        return Passes(weights, self.largest_layer, casts, *peaks)
 
     def summary(self) -> Rehearsal:
         """The peak of each pass over its phases."""
-        first, second = (round(max((*found[:2], found.loss + self.casts))) for found in (self.first, self.second))
+        first, second = (
+            round(max(found.layers, found.ends, found.loss + self.casts)) for found in (self.first, self.second)
+        )
         return Rehearsal(round(self.weights), round(self.largest_layer), first, second, round(max(self.second)))
+
+
+def _extended(one: float, two: float, ratio: float) -> float:
+    """What grows linearly and is `one` once and `two` twice, `ratio` times."""
+    return one + (ratio - 1) * (two - one)
 
 
 def _cast_bytes(model: PreTrainedModel) -> int:

@@ -13,10 +13,10 @@ from dynattn.families import family_of
 from dynattn.modeling.common.encoder_heads import MaskedLMHead
 from dynattn.modeling.common.heads import CausalLMHead
 from dynattn.modeling.common.packed_documents import starts_by_positions
+from dynattn.modeling.ops.chunked_loss import IGNORED
 
 from ...common.flops import ModelFlops
 from ...common.measuring import gemm_rate
-from ...common.token_streams import IGNORE_INDEX
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Throughput:
         if self.flops is not None:
             for batch in batches:
                 # An encoder computes logits for targets only.
-                outputs = None if self.flops.is_causal else int((batch["labels"] != IGNORE_INDEX).sum())
+                outputs = None if self.flops.is_causal else int((batch["labels"] != IGNORED).sum())
                 self.operations += self.flops.training(positions(batch), outputs)
 
     def report(self) -> dict[str, float]:

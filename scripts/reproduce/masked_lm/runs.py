@@ -19,6 +19,7 @@ from ...pretrain import PretrainArguments
 from ...pretrain.data.documents import iterate_texts, load_documents
 from ...pretrain.data.tokenizer import load_tokenizer, train_bpe
 from ...pretrain.model import build_config
+from ..model_training import begin_alike
 from .arguments import ARMS, MaskedLMArguments
 
 LENGTH, BATCH = 128, 16
@@ -91,11 +92,9 @@ class Runs:
         if not folder.exists():
             tokenizer = self._tokenizer()
             torch.manual_seed(seed)
-            plain = DCModernBertForMaskedLM(self._config("plain", tokenizer)).state_dict()
+            plain = DCModernBertForMaskedLM(self._config("plain", tokenizer))
             model = DCModernBertForMaskedLM(self._config(arm, tokenizer))
-            shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-            shared = {name: tensor for name, tensor in plain.items() if shapes.get(name) == tensor.shape}
-            model.load_state_dict(shared, strict=False)
+            begin_alike(model, plain)
             partial = partial_path(folder)
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)

@@ -6,7 +6,7 @@ import pytest
 
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.folder_names import (
-    LONGEST_NAME,
+    LONGEST_FOLDER_NAME,
     check_revision,
     make_folder,
     may_be_on_the_hub,
@@ -30,7 +30,7 @@ def test_names_that_no_folder_has(name: str) -> None:
 
 def test_destinations_that_cannot_be_folders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    longest = "x" * LONGEST_NAME
+    longest = "x" * LONGEST_FOLDER_NAME
     assert resolve_destination(f"made/{longest}") == tmp_path / "made" / longest
     (tmp_path / "file").touch()
     for name in (".", "..", "/", longest + "x", "file/inside"):

@@ -17,9 +17,9 @@ from transformers.cache_utils import Cache
 
 from dynattn import RCMHAConfig, RCMHAForCausalLM
 from dynattn.modeling.caches.names import cache_in
+from dynattn.modeling.ops.chunked_loss import IGNORED
 from dynattn.scripts.common.carried_memory import StreamMemory, memory_tensors
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.common.token_streams import IGNORE_INDEX
 from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
 from dynattn.scripts.pretrain.data.packing import StreamSegments
 from dynattn.scripts.pretrain.data.token_stream import TokenStream
@@ -82,7 +82,7 @@ def read_stream(result: Result, split: str) -> tuple[Tensor, Tensor]:
     folder = result.output / "data" / split
     tokens = torch.from_numpy(np.fromfile(folder / "tokens.bin", dtype=np.int32)).long()
     targets = tokens.clone()
-    targets[torch.from_numpy(np.load(folder / "starts.npy"))] = IGNORE_INDEX
+    targets[torch.from_numpy(np.load(folder / "starts.npy"))] = IGNORED
     return tokens, targets
 
 
@@ -108,7 +108,7 @@ def losses_by_hand(result: Result, *, carry: bool) -> list[float]:
         wanted = torch.stack([targets[part * length + 1 :][first:last] for part in range(STREAMS)])
         output = model(inputs, past_key_values=memory if first and carry else None, use_cache=True)
         memory = output.past_key_values
-        loss = F.cross_entropy(output.logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORE_INDEX)
+        loss = F.cross_entropy(output.logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
@@ -183,7 +183,7 @@ def test_validation_reads_one_stream_and_scores_every_token_once(memory_type: st
             output = model(inputs[None], past_key_values=memory, use_cache=True)
         memory = output.past_key_values
         logits.append(output.logits[0])
-    loss = F.cross_entropy(torch.cat(logits), targets[1:], ignore_index=IGNORE_INDEX).item()
+    loss = F.cross_entropy(torch.cat(logits), targets[1:], ignore_index=IGNORED).item()
     stored = TokenStream.open(result.output / "data" / "validation")
     scored = len(tokens) - len(stored.starts)
     assert result.validation_loss == pytest.approx(loss, rel=1e-5)
@@ -205,7 +205,7 @@ def test_streams_hold_every_token_once_and_predict_the_next_one(parts: int, leng
             assert torch.equal(item["labels"], item["shift_labels"])
             assert torch.equal(item["shift_labels"][follows], item["input_ids"][follows] + 1)
             read += item["input_ids"][real].tolist()
-            predicted += item["shift_labels"][item["shift_labels"] != IGNORE_INDEX].tolist()
+            predicted += item["shift_labels"][item["shift_labels"] != IGNORED].tolist()
     last = 43 - segments.unused_tokens
     assert read == list(range(1, last))
     assert predicted == [token for token in range(2, last + 1) if token not in (8, 21, 36)]

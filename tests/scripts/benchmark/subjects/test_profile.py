@@ -16,7 +16,7 @@ from dynattn.scripts.benchmark import main as benchmark
 from dynattn.scripts.benchmark.harness.inputs import COMPOSED, PLAIN, OpInputs, evaluate, requiring_grad
 from dynattn.scripts.benchmark.harness.shapes import Shape, visible_pairs
 from dynattn.scripts.benchmark.subjects import profile
-from dynattn.scripts.benchmark.subjects.attention import compile_mode
+from dynattn.scripts.benchmark.subjects.attention import compiling_as
 from dynattn.scripts.benchmark.subjects.op_flops import attention_flops
 from dynattn.scripts.benchmark.subjects.parts import BACKWARD_PARTS, FORWARD_PARTS, REST, UNCLOCKED, WHOLE
 from dynattn.scripts.benchmark.subjects.profile import PROFILED, PartClock
@@ -77,7 +77,7 @@ def test_calls_under_the_clock_give_the_same_results_and_count_every_part_alike(
 ) -> None:
     """In float64 the last chunk is shorter than the others and composed by another composer than they are."""
     inputs, clock = op_inputs(COMPOSED, dtype), PartClock()
-    attend = compile_mode("0")(partial(evaluate, PROFILED["chunked-stepwise"][1], backward=backward))
+    attend = compiling_as("0")(partial(evaluate, PROFILED["chunked-stepwise"][1], backward=backward))
     expected = attend(requiring_grad(inputs) if backward else inputs)
     torch.testing.assert_close(clocked(inputs, clock, backward=backward), dict(expected), atol=0, rtol=0)
     assert set(clock.calls) == set(FORWARD + BACKWARD if backward else FORWARD)

@@ -9,8 +9,8 @@ from cases.golden import read_case
 from cases.models import make_model
 
 from dynattn import DCFormerConfig, RCMHAConfig
+from dynattn.modeling.ops.chunked_loss import IGNORED
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.common.token_streams import IGNORE_INDEX
 from dynattn.scripts.pretrain import PretrainArguments
 from dynattn.scripts.pretrain.data.anchored import AnchoredSequences
 from dynattn.scripts.pretrain.data.position_sampling import check_reads_positions
@@ -41,7 +41,7 @@ def test_anchors_lie_where_the_official_code_puts_them() -> None:
 @pytest.mark.parametrize("length", [3, 5, 8, 17, 40])
 def test_validation_scores_every_token_exactly_once_and_none_behind_an_anchor_that_is_not_its_own(length: int) -> None:
     sequences = make(TOKENS, STARTS, length, anchor=90, score_all=True)
-    targets = [t for item in sequences for t in item["labels"][1:].tolist() if t != IGNORE_INDEX]
+    targets = [t for item in sequences for t in item["labels"][1:].tolist() if t != IGNORED]
     assert targets == [token for token in TOKENS if token != 90]
     assert all(len(values) == length and item["input_ids"][0] == 90 for item in sequences for values in item.values())
 

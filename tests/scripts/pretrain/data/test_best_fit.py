@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dynattn.scripts.common.token_streams import IGNORE_INDEX
+from dynattn.modeling.ops.chunked_loss import IGNORED
 from dynattn.scripts.pretrain.data.best_fit import pack_best_fit
 from dynattn.scripts.pretrain.data.packing import BestFitSequences
 from dynattn.scripts.pretrain.data.token_stream import TokenStream
@@ -51,9 +51,9 @@ def test_no_piece_predicts_from_another_document(mask_documents: bool):
     for index in range(len(sequences)):
         item = sequences[index]
         begins = np.cumsum([0, *(sequences.packs.size[piece] for piece in sequences.packs.pieces(index))])
-        assert (item["labels"][begins[:-1]] == IGNORE_INDEX).all()
-        assert (item["labels"][begins[-1] :] == IGNORE_INDEX).all()
-        is_target = item["labels"] != IGNORE_INDEX
+        assert (item["labels"][begins[:-1]] == IGNORED).all()
+        assert (item["labels"][begins[-1] :] == IGNORED).all()
+        is_target = item["labels"] != IGNORED
         assert (item["labels"][is_target] == item["input_ids"][is_target]).all()
         assert is_target.sum() == begins[-1] - (len(begins) - 1)
         if mask_documents:

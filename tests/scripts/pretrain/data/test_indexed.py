@@ -9,8 +9,8 @@ import pytest
 from cases.indexed import write_indexed
 from cases.training import curve, killed_run, run
 
+from dynattn.modeling.ops.chunked_loss import IGNORED
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.common.token_streams import IGNORE_INDEX
 from dynattn.scripts.pretrain.arguments import PretrainArguments
 from dynattn.scripts.pretrain.data.documents import load_documents
 from dynattn.scripts.pretrain.data.indexed import IndexedSamples, IndexedTokens
@@ -59,7 +59,7 @@ def test_documents_in_a_sample_are_kept_apart_if_asked(tmp_path: Path):
     data = IndexedTokens.open(write_indexed(tmp_path / "data", [[7, 8, end, 9, 10, 11], [1, 2, 3, 4, 5, end]]))
     first, second = IndexedSamples(data, range(2), tokenizer, mask_documents=True)
     assert first["position_ids"].tolist() == [0, 1, 2, 0, 1]
-    assert first["shift_labels"].tolist() == [8, end, IGNORE_INDEX, 10, 11]
+    assert first["shift_labels"].tolist() == [8, end, IGNORED, 10, 11]
     assert second["position_ids"].tolist() == [0, 1, 2, 3, 4]
     assert second["shift_labels"].tolist() == [2, 3, 4, 5, end]
 
@@ -80,7 +80,7 @@ def test_bytes_are_those_of_the_targets(is_cut: bool, mask_documents: bool, tmp_
     sequences = _as_sequences(data, range(4), arguments, tokenizer, score_all=True)
     shift = 0 if is_cut else 1  # labels of packed sequences are shifted by the model
     targets = [token for item in sequences for token in item["labels"][shift:].tolist()]
-    assert sequences.text_bytes == sum(token not in (end, IGNORE_INDEX) for token in targets)
+    assert sequences.text_bytes == sum(token not in (end, IGNORED) for token in targets)
 
 
 def options(samples: Path, tokenizer: Path, **changes: Any) -> dict[str, Any]:

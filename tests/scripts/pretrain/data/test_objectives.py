@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
+from dynattn.modeling.ops.chunked_loss import IGNORED
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.common.token_streams import IGNORE_INDEX
 from dynattn.scripts.pretrain import PretrainArguments
 from dynattn.scripts.pretrain.data.objectives import VALIDATION_SEED, CausalLM, Examples, MaskedLM, make_objective
 from dynattn.scripts.pretrain.data.packing import PackedSequences
@@ -51,7 +51,7 @@ def test_of_fifteen_in_a_hundred_tokens_eight_tenths_are_hidden_and_one_is_rando
     item = sequence(40_000)
     found = objective.example(item, 0)
     read, labels, given = found["input_ids"], found["labels"], item["input_ids"]
-    chosen = labels != IGNORE_INDEX
+    chosen = labels != IGNORED
     assert torch.equal(read[~chosen], given[~chosen]) and torch.equal(labels[chosen], given[chosen])
     assert not chosen[[0, -1]].any()
     shares = {
@@ -88,7 +88,7 @@ def test_padding_is_hidden_or_a_document_of_its_own(objective: MaskedLM) -> None
             assert item["position_ids"].tolist() == [*range(real), *range(40 - real)]
         else:
             assert item["attention_mask"].tolist() == [1] * real + [0] * (40 - real)
-        assert (item["labels"][real:] == IGNORE_INDEX).all() and (item["input_ids"][real:] == 1).all()
+        assert (item["labels"][real:] == IGNORED).all() and (item["input_ids"][real:] == 1).all()
 
 
 def test_causal_targets_are_the_next_tokens(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dynattn.scripts.common.token_streams import IGNORE_INDEX
+from dynattn.modeling.ops.chunked_loss import IGNORED
 from dynattn.scripts.pretrain.data.document_encoders import TextEncoder, split_long
 from dynattn.scripts.pretrain.data.objectives import CausalLM
 from dynattn.scripts.pretrain.data.packing import PackedSequences
@@ -46,14 +46,14 @@ def test_plain_concatenation_carries_no_positions():
 def test_start_tokens_are_never_targets(mask_documents: bool):
     for item in make(length=8, mask_documents=mask_documents):
         is_start = item["input_ids"] == 100
-        assert (item["labels"][is_start] == IGNORE_INDEX).all()
+        assert (item["labels"][is_start] == IGNORED).all()
         assert (item["labels"][~is_start] == item["input_ids"][~is_start]).all()
 
 
 @pytest.mark.parametrize("length", [2, 3, 5, 8, 15, 16, 17, 40])
 def test_validation_scores_every_token_exactly_once(length: int):
     sequences = make(length, score_all=True)
-    targets = [t for item in sequences for t in item["labels"][1:].tolist() if t != IGNORE_INDEX]
+    targets = [t for item in sequences for t in item["labels"][1:].tolist() if t != IGNORED]
     assert targets == [token for token in TOKENS if token != 100]
     assert all(len(values) == length for item in sequences for values in item.values())
     assert sum(CausalLM().count({"labels": item["labels"][None]}) for item in sequences) == len(targets)

@@ -12,7 +12,7 @@ from cases.training import curve, run
 from datasets import Dataset
 
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.pretrain.data import tokenization
+from dynattn.scripts.pretrain.data import documents, tokenization
 from dynattn.scripts.pretrain.data.document_encoders import Encoded, Encoder, TextEncoder
 from dynattn.scripts.pretrain.data.token_cache import write_cached
 from dynattn.scripts.pretrain.data.token_stream import TokenStream
@@ -27,7 +27,7 @@ IDENTITY = {"documents": "a", "tokenizer": "b"}
 @pytest.fixture
 def encoder(monkeypatch: pytest.MonkeyPatch) -> TextEncoder:
     """An encoder, with batches of five documents and a note after every ten."""
-    monkeypatch.setattr(tokenization, "BATCH_DOCUMENTS", 5)
+    monkeypatch.setattr(documents, "BATCH_DOCUMENTS", 5)
     monkeypatch.setattr(tokenization, "NOTE_DOCUMENTS", 10)
     return TextEncoder(train_bpe([TEXTS], vocab_size=300))
 
