@@ -11,7 +11,6 @@ from ..layers.head_composition import DynamicComposition, init_composition
 from ..ops.dcmha.attention import resolve_implementation
 from ..positions.carope import FrequencyProjection
 from ..positions.learned_tables import DistanceTable
-from ..positions.rotary import RotaryEmbedding
 from .family_model import FamilyPreTrainedModel
 
 
@@ -22,9 +21,6 @@ class ComposedPreTrainedModel(FamilyPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, RotaryEmbedding):
-            module.fill_buffers()  # Transformers' own way does not know all of our variants
-            return
         super()._init_weights(module)
         if isinstance(module, DistanceTable):
             module.reset_parameters()

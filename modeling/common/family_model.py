@@ -8,6 +8,8 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import logging
 
+from ..positions.rotary import RotaryEmbedding
+
 logger = logging.get_logger(__name__)
 
 
@@ -24,6 +26,9 @@ class FamilyPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """As in Transformers, which would take an `initializer_range` of 0 for none and draw with 0.02."""
+        if isinstance(module, RotaryEmbedding):
+            module.fill_buffers()  # Transformers' own way does not know all of our variants
+            return
         super()._init_weights(module)
         if self.config.initializer_range == 0 and isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding):
             init.zeros_(module.weight)

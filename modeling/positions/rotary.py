@@ -60,12 +60,6 @@ class RotaryEmbedding(nn.Module):
         init.copy_(self.inv_freq, inv_freq)
         init.copy_(self.original_inv_freq, inv_freq)
 
-    # Transformers calls a method of this name to fill the buffers of its own rotary embeddings.
-    @staticmethod
-    def compute_default_rope_parameters(config: PreTrainedConfig, **_: Any) -> tuple[Tensor, float]:
-        """The inverse frequencies `[rotary_dim / 2]` and the factor on cosines and sines, which is 1."""
-        return default_frequencies(config), 1.0
-
     @torch.no_grad()
     @dynamic_rope_update
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +105,7 @@ def truncated_frequencies(config: PreTrainedConfig, *_: Any, **__: Any) -> tuple
 def init_function(rope_type: str) -> Callable[..., tuple[Tensor, float]]:
     """The function of a configuration that gives inverse frequencies and the factor on cosines and sines."""
     own = {
-        "default": RotaryEmbedding.compute_default_rope_parameters,
+        "default": lambda config: (default_frequencies(config), 1.0),
         "power": power_frequencies,
         "truncated": truncated_frequencies,
     }

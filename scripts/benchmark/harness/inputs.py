@@ -12,6 +12,8 @@ from dynattn.modeling.ops.dcmha.composition import Composition
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 
 from .accuracy import Results
+from .settings import BenchmarkSettings
+from .shapes import Shape
 
 RANK = 2
 # The functions: dynamic composition, none at all, and static talking heads.
@@ -161,6 +163,27 @@ def make_inputs(
         QUERY: replace(plain, pre=terms_of(pre, *by_query), post=terms_of(post, *by_query)),
         GATES: replace(plain, pre=terms_of(pre, *gates), post=terms_of(post, *gates)),
     }
+
+
+def inputs_of(
+    shape: Shape, settings: BenchmarkSettings, *, queries: int | None = None, keys: int | None = None, **options: Any
+) -> dict[str, OpInputs]:
+    """Random inputs for each function, with the heads of a shape and as many queries and keys unless others are given.
+
+    Args:
+        options: further arguments of `make_inputs`.
+    """
+    return make_inputs(
+        shape.heads,
+        shape.width,
+        queries or shape.length,
+        keys or shape.length,
+        batch=settings.batch_size,
+        dtype=settings.dtype,
+        device=settings.device,
+        seed=settings.seed,
+        **options,
+    )
 
 
 def terms_of(composition: Composition, *names: str) -> Composition:

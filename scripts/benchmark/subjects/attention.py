@@ -29,7 +29,7 @@ from ..harness.inputs import (
     STATIC,
     OpInputs,
     evaluate,
-    make_inputs,
+    inputs_of,
     reference_results,
     requiring_grad,
 )
@@ -218,18 +218,7 @@ def flex_blocks(inputs: OpInputs) -> BlockMask:
 def cases(shape: Shape, settings: BenchmarkSettings, *, is_causal: bool = True) -> Iterator[Case]:
     """Forward, then forward with backward."""
     window = settings.window
-    inputs = make_inputs(
-        shape.heads,
-        shape.width,
-        shape.length,
-        shape.length,
-        batch=settings.batch_size,
-        dtype=settings.dtype,
-        device=settings.device,
-        seed=settings.seed,
-        window=window,
-        is_causal=is_causal,
-    )
+    inputs = inputs_of(shape, settings, window=window, is_causal=is_causal)
     for backward in (False, True):
         given = {name: requiring_grad(one) for name, one in inputs.items()} if backward else inputs
 

@@ -16,7 +16,7 @@ from dynattn.modeling.ops.dcmha.composition import Composition
 
 from ..baselines.dcmha import attend_whole, decode_with_matrices, key_matrix_cache, mixing_matrices
 from ..harness.accuracy import Results
-from ..harness.inputs import COMPOSED, PLAIN, OpInputs, evaluate, make_inputs, reference_results
+from ..harness.inputs import COMPOSED, PLAIN, OpInputs, evaluate, inputs_of, reference_results
 from ..harness.interface import COMPILED, Candidate, Case, Role, Subject
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
@@ -83,16 +83,7 @@ def prepare_official(problem: OpProblem, *, compiles: bool) -> Callable[[], Resu
 def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
     """A cache as long as the shape or the window: full, and with a quarter of it padding."""
     keys = min(shape.length, settings.window or shape.length)
-    inputs = make_inputs(
-        shape.heads,
-        shape.width,
-        1,
-        keys,
-        batch=settings.batch_size,
-        dtype=settings.dtype,
-        device=settings.device,
-        seed=settings.seed,
-    )
+    inputs = inputs_of(shape, settings, queries=1, keys=keys)
     inputs[COMPOSED] = packed(inputs[COMPOSED])
     visible = torch.ones(settings.batch_size, 1, 1, keys, dtype=torch.bool, device=settings.device)
     visible[..., : keys // 4] = False

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..harness.accuracy import Results
-from ..harness.inputs import COMPOSED, OpInputs, make_inputs, reference_results, requiring_grad
+from ..harness.inputs import COMPOSED, OpInputs, inputs_of, reference_results, requiring_grad
 from ..harness.interface import COMPILED, Candidate, Case, Subject
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
@@ -77,17 +77,7 @@ def map_size(inputs: OpInputs) -> int:
 def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
     """With the window asked for, else with one of 256 and without any; forward, then forward with backward."""
     for window in (WINDOW, None) if settings.window is None else (settings.window,):
-        inputs = make_inputs(
-            shape.heads,
-            shape.width,
-            shape.length,
-            shape.length,
-            batch=settings.batch_size,
-            dtype=settings.dtype,
-            device=settings.device,
-            seed=settings.seed,
-            window=window,
-        )
+        inputs = inputs_of(shape, settings, window=window)
         for backward in (False, True) if shape.length <= LONGEST_BACKWARD else (False,):
             yield make_case(inputs, shape, window, settings, backward=backward)
 

@@ -19,6 +19,7 @@ from ...common.checkpoint_files import check_sizes, copy_files, file_sizes, read
 from ...common.folder_names import resolve_destination
 from .arguments import ConversionArguments
 from .companion_files import find_companions
+from .planning import read_dtype
 from .tensor_source import TensorSource
 from .weight_map import Step
 from .writing import write_weights
@@ -78,6 +79,12 @@ class ConversionPlan(ABC):
         """Where the result is."""
         return self.arguments.destination
 
+    def describe_rounding(self) -> str:
+        """That the source was rounded before the comparison, if what is written is narrower than what was read."""
+        if torch.promote_types(read_dtype(self.source, self.steps), self.dtype) == self.dtype:
+            return ""
+        return f", both with weights rounded to {str(self.dtype).removeprefix('torch.')}"
+
     def report(self) -> Iterator[str]:
         """The lines to print after the conversion."""
         yield _line("read", f"{self.describe_source()} in {len(self.source.files)} files")
@@ -132,7 +139,7 @@ def convert(
         copy_files(companions, source, staging)
         plan.warnings.extend(plan.write_config(staging))
         if arguments.verify:
-            plan.checked = plan.verify(staging)
+            plan.checked = plan.verify(staging) + plan.describe_rounding()
         plan.sizes = file_sizes(staging)
     return plan
 

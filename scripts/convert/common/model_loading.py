@@ -66,7 +66,8 @@ def load_for_probe(
 ) -> PreTrainedModel:
     """Loads any model with weights rounded to `dtype`, to compute in float32 with eager attention.
 
-    Warns of stored tensors that the model does not read, since another program may read them.
+    Warns of stored tensors that the model does not read, since another program may read them; a given `config` may
+    leave some out on purpose.
 
     Args:
         folder: of the checkpoint.
@@ -88,7 +89,7 @@ def load_for_probe(
     model, info = loaded
     if misfits := find_misfits(info, "missing_keys", "mismatched_keys"):
         raise UserError(f"the weights in {folder} do not fit its config.json: {misfits}")
-    if unread := find_misfits(info, "unexpected_keys"):
+    if config is None and (unread := find_misfits(info, "unexpected_keys")):
         logger.warning("%s stores tensors that its model does not read: %s", folder, unread)
     if dtype.itemsize < torch.float32.itemsize:
         round_weights(model, dtype)

@@ -13,8 +13,12 @@ from .weight_map import Step, foreign_shapes
 
 def choose_dtype(name: str, source: TensorSource, steps: Sequence[Step]) -> torch.dtype:
     """The dtype to write: `name`, or for "auto" the narrowest that holds what is read exactly."""
-    own = common_dtype({key: source.headers[key] for step in steps for key in step.reads})
-    return own if name == "auto" else getattr(torch, name)
+    return read_dtype(source, steps) if name == "auto" else getattr(torch, name)
+
+
+def read_dtype(source: TensorSource, steps: Sequence[Step]) -> torch.dtype:
+    """The narrowest dtype that holds everything exactly that the steps read."""
+    return common_dtype({key: source.headers[key] for step in steps for key in step.reads})
 
 
 def meta_model(config: PreTrainedConfig, auto_class: str = "AutoModelForCausalLM") -> PreTrainedModel:

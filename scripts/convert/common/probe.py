@@ -133,8 +133,12 @@ def compare_answers(first: Answers, second: Answers) -> Comparison:
 
 
 def rounding_between(*pairs: tuple[Tensor, Tensor]) -> float:
-    """The largest difference of answers `[...]` that should be equal; at least one float32 rounding of the first."""
-    return max(smallest_error(pairs[0][0]), *(largest(one - other) for one, other in pairs))
+    """The largest difference of answers `[...]` that should be equal; at least one float32 rounding of the first.
+
+    Answers below 1 count as 1: they are sums of larger terms that cancel, as a single class score is.
+    """
+    floor = max(smallest_error(pairs[0][0]), torch.finfo(torch.float32).eps)
+    return max(floor, *(largest(one - other) for one, other in pairs))
 
 
 def affordable_tokens(parameters: int, segments: int = 1) -> int:

@@ -50,13 +50,15 @@ def change(folder: Path, key: str, value: float) -> None:
     ids=lambda options: options[0],
 )
 def test_a_result_that_differs_is_still_proved_and_the_effect_told(
-    parent: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    parent: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     ours = parent.with_name("ours")
     assert convert("pythia", parent, ours, *options) == 0
     output = capsys.readouterr().out
     assert "verified" in output
     assert "the loss changes from" in output
+    assert ("both with weights rounded to bfloat16" in output) == ("bfloat16" in options)
+    assert "does not read" not in caplog.text
     assert convert("check", parent, ours) == 1
 
 
