@@ -123,7 +123,7 @@ def check_edit(config: Any, cache: Cache, start: int, stop: int, input_ids: Tens
         names = sorted(kind.__name__ for kind in kinds)
         raise ValueError(
             f"a cache of {len(cache.layers)} layers of {names} cannot be edited: every layer has to keep all tokens; "
-            "fill a DynamicCache() made without a configuration, and use full attention"
+            "fill a DynamicCache() made without a configuration"
         )
     length = cache.get_seq_length()
     if length == 0:

@@ -91,7 +91,8 @@ class DataOptions:
         },
     )
     position_limit: int | None = field(
-        default=None, metadata={"help": "sampled positions are below this; sequence_length by default"}
+        default=None,
+        metadata={"help": "sampled positions are below this; sequence_length by default, which is too few for subset"},
     )
 
     carry_memory: bool = field(
