@@ -15,7 +15,7 @@ from dynattn.scripts.common.checkpoint_files import (
     file_sizes,
     matching_files,
     read_config,
-    read_json,
+    read_foreign_json,
     read_weight_map,
     require_inside,
 )
@@ -89,10 +89,10 @@ def test_json_may_be_deep_but_not_too_deep(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     levels = DEEPEST - 1  # the innermost value is a level of its own
     file.write_text('{"a":' * levels + "1" + "}" * levels)
-    assert "a" in read_json(file)
+    assert "a" in read_foreign_json(file)
     file.write_text('{"a":' * DEEPEST + "1" + "}" * DEEPEST)
     with pytest.raises(UserError, match="levels deep"):
-        read_json(file)
+        read_foreign_json(file)
 
 
 @pytest.mark.parametrize(
