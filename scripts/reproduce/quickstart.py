@@ -20,6 +20,8 @@ from ..common.arguments import parse_arguments
 from ..common.atomic_file import read_json, write_json
 from ..common.errors import StoppedError, UserError
 from ..common.folder_names import make_folder
+from ..common.markdown import aligned_table
+from ..common.metric_records import read_metrics
 from ..common.signals import signals_received
 
 MODELS = {"dcformer": "DCFormer", "transformer": "plain Transformer"}
@@ -155,7 +157,7 @@ def comparison(output: Path) -> str:
         "in-context tasks acc",
         "training tokens/s",
     ]
-    rows = [head, ["---"] * len(head)]
+    rows = []
     for name, label in MODELS.items():
         result, scores = read_result(output, name), read_scores(output, name)
         accuracy = scores["dynattn_synthetic"]
@@ -170,10 +172,7 @@ def comparison(output: Path) -> str:
                 f"{result['tokens_per_second']:,.0f}",
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    )
+    return "\n".join(aligned_table(head, rows))
 
 
 def placement(output: Path, arguments: QuickstartArguments) -> str:
@@ -194,7 +193,7 @@ def record(output: Path) -> dict[str, Any]:
         name: {
             "training": read_result(output, name),
             "evaluation": read_evaluation(output, name),
-            "losses": [json.loads(line) for line in (output / name / "metrics.jsonl").read_text().splitlines()],
+            "losses": read_metrics(output / name / "metrics.jsonl"),
         }
         for name in MODELS
     }

@@ -421,9 +421,9 @@ def finished_runs(tmp_path: Path) -> Path:
         ]
         (tmp_path / name / "evaluation" / "results.json").write_text(json.dumps({"tasks": tasks}))
         lines = [
-            {"split": "train", "tokens": 10, "loss": 3.0},
-            {"split": "train", "tokens": 20, "loss": 2.5},
-            {"split": "validation", "tokens": 20, "loss": 2.7},
+            {"step": 1, "split": "train", "tokens": 10, "loss": 3.0},
+            {"step": 2, "split": "train", "tokens": 20, "loss": 2.5},
+            {"step": 2, "split": "validation", "tokens": 20, "loss": 2.7},
         ]
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return tmp_path
