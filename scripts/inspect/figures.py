@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from ..common.composition_observation import LayerObservation
 from ..common.figures import plt
-from .observation import LayerObservation
 
 # Maps can be negative, so the colors diverge from white at zero.
 COLORS = "RdBu_r"

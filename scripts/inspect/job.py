@@ -14,12 +14,13 @@ from ..common.atomic_file import write_json
 from ..common.atomic_folder import check_nothing_else, recover, staged_folder
 from ..common.builtin_corpus import builtin_corpus_name, builtin_documents
 from ..common.checkpoint_loading import load_checkpoint, refuse_nan
+from ..common.composition_observation import LayerObservation
 from ..common.environment import provenance, versions
 from ..common.errors import UserError
 from ..common.folder_names import resolve_destination
 from .arguments import InspectArguments
 from .measures import ablate, head_flow, measure_layer
-from .observation import LayerObservation, observe
+from .observation import observe
 from .report import PAGE, PICTURES, write_report
 
 RESULT = "measures.json"

@@ -17,7 +17,8 @@ from ..common.composition_measures import (
     term_sizes,
     without_term,
 )
-from .observation import STAGES, Change, LayerObservation, loss_with
+from ..common.composition_observation import STAGES, Change, LayerObservation
+from .observation import loss_with
 
 
 def measure_layer(layer: LayerObservation) -> dict[str, Any]:

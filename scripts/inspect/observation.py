@@ -1,42 +1,11 @@
-"""Runs a model and keeps what its attention layers compute: maps before and after composing, and the compositions."""
-
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+"""Runs a model on a text, as it is or with changed compositions, and keeps what its layers compute."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
-from dynattn.modeling.layers.attention_interface import attention_function, chunked_mask
-from dynattn.modeling.ops.dcmha.composition import Composition
-from dynattn.modeling.ops.dcmha.eager import AttentionMaps, dcmha_eager
-from dynattn.modeling.ops.distance_tables import NO_TABLES, DistanceTables
-from dynattn.modeling.ops.masking import both, split_mask, visible_keys, with_first_keys
-
-from ..common.composition_measures import maps_around
-
-IMPLEMENTATION = "observed"
-STAGES = ("pre", "post")
-
-# Takes the number of a layer and its compositions by stage, and returns those to compute with.
-Change = Callable[[int, dict[str, Composition]], dict[str, Composition]]
-
-
-@dataclass(frozen=True)
-class LayerObservation:
-    """What one layer computed. Maps are `[1, H, T, T]`, in float32."""
-
-    stages: dict[str, Composition]  # those that the layer has, of STAGES
-    maps: AttentionMaps
-    visible: Tensor  # [T, T], boolean: the pairs of a query and a key that it sees; the same for all heads
-    tables: DistanceTables = NO_TABLES
-
-    def around(self, stage: str) -> tuple[Tensor, Tensor]:
-        """The maps `[1, H, T, T]` before and after a stage."""
-        return maps_around(stage, self.maps, self.tables)
+from ..common.composition_observation import Change, LayerObservation, attention_through
 
 
 @torch.no_grad()
@@ -63,65 +32,3 @@ def loss_of(model: PreTrainedModel, tokens: Tensor) -> float:
     """The mean loss in nats of the tokens `[1, T]` after the first, each predicted from those before it."""
     logits = model(tokens, use_cache=False).logits  # [1, T, V]
     return float(cross_entropy(logits[0, :-1].float(), tokens[0, 1:]))
-
-
-@contextmanager
-def attention_through(
-    model: PreTrainedModel,
-    *,
-    change: Change = lambda layer, stages: stages,
-    keep: Callable[[int, LayerObservation], None] = lambda layer, observed: None,
-) -> Iterator[None]:
-    """In the block, the layers of `model` attend by the reference implementation.
-
-    Args:
-        change: returns the compositions that a layer computes with, in place of its own.
-        keep: called with the number of each layer and what it computed.
-    """
-
-    def attend(module: Any, *args: Any, **options: Any) -> tuple[Tensor, None]:
-        """The attention function, with the interface of Transformers (see `attention_function`)."""
-        given = {stage: options.pop(stage, None) or Composition() for stage in STAGES}
-        # A stage can be without terms; then it mixes nothing and is not one of the layer's.
-        stages = change(module.layer_idx, {stage: one for stage, one in given.items() if one.tensors()})
-
-        def observed(
-            query: Tensor, key: Tensor, value: Tensor, *, tables: DistanceTables = NO_TABLES, **call: Any
-        ) -> tuple[Tensor, None]:
-            """`dcmha_eager`, whose maps are kept: output `[1, T, H, D]`."""
-            maps: dict[str, Tensor] = {}
-            output, _ = dcmha_eager(query, key, value, tables=tables, hook=maps.setdefault, **call)
-            kept = AttentionMaps(**{name: part.float() for name, part in maps.items()})
-            keep(module.layer_idx, LayerObservation(stages, kept, visible_pairs(query, key, tables, call), tables))
-            return output, None
-
-        return attention_function(observed)(module, *args, **options, **stages)
-
-    AttentionInterface.register(IMPLEMENTATION, attend)
-    AttentionMaskInterface.register(IMPLEMENTATION, chunked_mask)
-    config, before = model.config, model.config._attn_implementation
-    config._attn_implementation = IMPLEMENTATION
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
-def visible_pairs(query: Tensor, key: Tensor, tables: DistanceTables, call: Mapping[str, Any]) -> Tensor:
-    """The pairs `[T, S]`, boolean, that the masks of a call of `dcmha_eager` with one text leave visible.
-
-    Probabilities do not tell: those of a pair that a head sees may be too small for their dtype, and thus 0.
-
-    Args:
-        query: `[1, H, T, D]`.
-        key: `[1, H_kv, S, D]`.
-        call: the keywords of the call.
-    """
-    queries, keys, device = query.shape[2], key.shape[2], query.device
-    structure = {name: call[name] for name in ("is_causal", "sliding_window")}
-    structural = visible_keys(queries, keys, **structure, device=device, offset=tables.offset)
-    given, _ = split_mask(with_first_keys(call["attention_mask"], call["first_keys"], keys, device))
-    # A mask `[1, 1, T, S]` is the same for all heads, and has a dimension 1 for queries if it only hides padding.
-    visible = both(structural, None if given is None else given[0, 0])
-    everything = torch.ones(queries, keys, dtype=torch.bool, device=device)
-    return everything if visible is None else everything & visible

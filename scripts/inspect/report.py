@@ -7,9 +7,9 @@ from typing import Any
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from ..common.composition_observation import STAGES, LayerObservation
 from ..common.html_page import as_png, heading, page, paragraph, picture, table
 from .figures import draw_flow, draw_maps, draw_similarity, draw_terms
-from .observation import STAGES, LayerObservation
 
 PAGE = "page.html"
 # The files of all pictures that a page may have; `stage_figures` makes those of one stage.

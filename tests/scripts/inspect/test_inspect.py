@@ -15,8 +15,9 @@ from torch.nn.functional import cross_entropy
 from dynattn.modeling.ops.distance_tables import NO_TABLES
 from dynattn.scripts.cli import main
 from dynattn.scripts.common.atomic_folder import MACHINE
+from dynattn.scripts.common.composition_observation import visible_pairs
 from dynattn.scripts.inspect.measures import ablate, head_flow, leave_out, measure_layer
-from dynattn.scripts.inspect.observation import loss_with, observe, visible_pairs
+from dynattn.scripts.inspect.observation import loss_with, observe
 
 IDS = torch.randint(0, 97, (1, 20), generator=torch.Generator().manual_seed(7))
 SIDES = ("query", "key")
