@@ -77,11 +77,6 @@ class Family:
         """The Auto class of the family's main head: the first one of `heads` after `AutoModel`."""
         return next(auto for auto in self.heads if auto != "AutoModel")
 
-    @property
-    def card(self) -> str:
-        """File name of the family's card in `model_cards`."""
-        return f"{self.model_type}.md"
-
     def load_config_class(self) -> type:
         """Imports and returns the configuration class."""
         return getattr(import_module(self.configuration), self.config_name)

@@ -12,7 +12,7 @@ from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
 from ..common.figures import literal_label, plt, save
-from .record import AT_LEAST, AT_MOST, Run, loss_unit
+from .record import AT_LEAST, AT_MOST, RunRecord, loss_unit
 
 PLOT = "losses.png"
 # Ten colors, and the same again in other lines where there are more arms.
@@ -76,13 +76,13 @@ def _draw_over_costs(panels: Sequence[Axes], record: Mapping[str, Any], start: M
     _label(panels[1], "seconds of training", loss)
 
 
-def _curves(runs: Sequence[Run], start: Mapping[int, float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _curves(runs: Sequence[RunRecord], start: Mapping[int, float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Tokens and losses `[runs, validations]`."""
     tokens, losses = zip(*(_curve(run, start) for run in runs), strict=True)
     return np.array(tokens), np.array(losses)
 
 
-def _curve(run: Run, start: Mapping[int, float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _curve(run: RunRecord, start: Mapping[int, float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Tokens and losses `[validations]` of a run, beginning with the loss of the parent of its seed if there is one."""
     points = [(0.0, start[run["seed"]])] if start else []
     points += [(line["tokens"], line["loss"]) for line in run["validation"]]
@@ -91,7 +91,7 @@ def _curve(run: Run, start: Mapping[int, float]) -> tuple[NDArray[np.float64], N
 
 
 def _differences(
-    runs: Sequence[Run], baseline: Sequence[Run], start: Mapping[int, float]
+    runs: Sequence[RunRecord], baseline: Sequence[RunRecord], start: Mapping[int, float]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Tokens `[validations]`, and differences `[seeds, validations]` from the baseline's runs of the same seeds.
 

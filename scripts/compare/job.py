@@ -20,7 +20,7 @@ from ..pretrain.stopping import deadline_after
 from ..pretrain.texts import check_same_texts
 from .arguments import CompareArguments
 from .figures import PLOT, draw_arms
-from .record import Record, Run, make_record, read_run
+from .record import Record, RunRecord, make_record, read_run
 from .study_folder import claim, draw, lock_of, write_record
 from .table import table
 from .variants import Variant, read_variants
@@ -74,7 +74,7 @@ def make_runs(arguments: CompareArguments, variants: Sequence[Variant], output: 
     settings = {"variants": {variant.name: dict(variant.options) for variant in variants}}
     claim(output, settings, "comparison")
     check_same_texts(planned)
-    ended: dict[int, dict[str, Run | None]] = {}
+    ended: dict[int, dict[str, RunRecord | None]] = {}
     try:
         rates, losses = choose_rates(runs, variants, arguments)
         for seed in arguments.measured_seeds:
@@ -133,7 +133,7 @@ def choose_rate(train: Callable[[float], Path], rates: Sequence[float]) -> tuple
     return min(losses, key=lambda rate: losses[rate]), {f"{rate:g}": losses.get(rate) for rate in rates}
 
 
-def measured_run(train: Callable[[], Path]) -> Run | None:
+def measured_run(train: Callable[[], Path]) -> RunRecord | None:
     """Reads a run that counts; None if it diverged, which does not keep a study from going on with its other runs.
 
     Args:

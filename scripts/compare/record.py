@@ -17,9 +17,9 @@ from ..pretrain.data.token_stream import TokenStream
 from ..pretrain.options.model import LOSS_UNITS
 from ..pretrain.outputs.metrics import read_metrics
 
-Run = dict[str, Any]
+RunRecord = dict[str, Any]
 # The run of each seed; None if it diverged.
-RunsOfArm = Mapping[int, Run | None]
+RunsOfArm = Mapping[int, RunRecord | None]
 # The least and the most that a number can be, which are the same if it was measured.
 Limits = tuple[float, float]
 AT_LEAST, AT_MOST = "at least", "at most"
@@ -31,7 +31,7 @@ COMMON = ("objective", "dataset", "validation_targets")
 OPTIONS = ("seed", "learning_rate", "composition_learning_rate", "freeze_parent_steps", "warmup_steps")
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunRecord:
     """Reads a finished run: its options, its measurements, and its losses after each number of tokens.
 
     Raises:
@@ -62,7 +62,7 @@ def make_record(
     settings: Mapping[str, Any],
     arms: Mapping[str, RunsOfArm],
     labels: Mapping[str, str],
-    parents: Sequence[Run] = (),
+    parents: Sequence[RunRecord] = (),
 ) -> Record:
     """Everything that the table and the plot are made from.
 
@@ -100,7 +100,7 @@ def make_record(
     }
 
 
-def _own_fields(runs: Sequence[Run]) -> list[Run]:
+def _own_fields(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """The runs without what the record says once for all of them."""
     return [{name: value for name, value in run.items() if name not in (*COMMON, *OF_A_RUN)} for run in runs]
 
@@ -115,7 +115,7 @@ def compare_arms(baseline: RunsOfArm, runs: RunsOfArm) -> dict[str, Any] | None:
     return {"seeds": list(finished), **compare(theirs, ours)}
 
 
-def compare(baseline: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
+def compare(baseline: Sequence[RunRecord], runs: Sequence[RunRecord]) -> dict[str, Any]:
     """Compares `runs` with those of `baseline`, paired by seed.
 
     Returns:
@@ -137,7 +137,7 @@ def compare(baseline: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _operations_ratio(pairs: Sequence[tuple[Run, Run]], ratios: Sequence[Limits]) -> dict[str, Any] | None:
+def _operations_ratio(pairs: Sequence[tuple[RunRecord, RunRecord]], ratios: Sequence[Limits]) -> dict[str, Any] | None:
     """Turns `ratios` of tokens into ratios of FLOPs, or returns None if the FLOPs of a token are not known."""
     if not all(one.get("flops_per_token") for pair in pairs for one in pair):
         return None
@@ -163,14 +163,14 @@ def summarize_ratios(ratios: Sequence[Limits]) -> dict[str, Any] | None:
     return None
 
 
-def losses_at_equal_seconds(run: Run, other: Run) -> tuple[float | None, float | None]:
+def losses_at_equal_seconds(run: RunRecord, other: RunRecord) -> tuple[float | None, float | None]:
     """The losses of both runs at the time when the faster one had ended, by their median speed of training."""
     seconds = min(one["tokens"] / one["tokens_per_second"] for one in (run, other))
     first, second = (loss_at(one, seconds * one["tokens_per_second"]) for one in (run, other))
     return first, second
 
 
-def token_ratio(run: Run, baseline: Run) -> Limits:
+def token_ratio(run: RunRecord, baseline: RunRecord) -> Limits:
     """How many times the tokens of `run` the baseline needs for the higher of their last losses, which both reach.
 
     The better run is read in the middle of its schedule, before its learning rate has decayed, and the worse at its
@@ -181,7 +181,7 @@ def token_ratio(run: Run, baseline: Run) -> Limits:
     return baseline_fewest / most, baseline_most / fewest if fewest else math.inf
 
 
-def loss_at(run: Run, tokens: float) -> float | None:
+def loss_at(run: RunRecord, tokens: float) -> float | None:
     """The validation loss after `tokens` tokens, interpolated linearly; None before the first validation."""
     points = [(line["tokens"], line["loss"]) for line in run["validation"]]
     if tokens < points[0][0] * (1 - 1e-9):  # tokens computed from a time are rounded
@@ -192,7 +192,7 @@ def loss_at(run: Run, tokens: float) -> float | None:
     return points[-1][1]
 
 
-def tokens_to(run: Run, loss: float) -> Limits:
+def tokens_to(run: RunRecord, loss: float) -> Limits:
     """The tokens after which the validation loss is first as low as `loss`, interpolated linearly.
 
     If it was below at the first validation, all that is known is that these tokens were enough.
@@ -214,12 +214,12 @@ def loss_unit(record: Mapping[str, Any]) -> str:
     return LOSS_UNITS[objective]
 
 
-def final(runs: Sequence[Run], name: str) -> list[float]:
+def final(runs: Sequence[RunRecord], name: str) -> list[float]:
     """The last validation measurement `name` of each run."""
     return [run["validation"][-1][name] for run in runs]
 
 
-def _curve(lines: Sequence[Run], split: str, names: Sequence[str]) -> list[dict[str, float]]:
+def _curve(lines: Sequence[RunRecord], split: str, names: Sequence[str]) -> list[dict[str, float]]:
     return [{name: line[name] for name in names} for line in lines if line["split"] == split]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..common import markdown
 from ..common.paired import name_seeds
-from .record import AT_LEAST, AT_MOST, Run, final, loss_unit
+from .record import AT_LEAST, AT_MOST, RunRecord, final, loss_unit
 
 EMPTY: tuple[str, ...] = ("", "", "")
 BOUNDS = {None: "", AT_LEAST: "\N{GREATER-THAN OR EQUAL TO} ", AT_MOST: "\N{LESS-THAN OR EQUAL TO} "}
@@ -62,7 +62,7 @@ def _tokens_differ(record: Mapping[str, Any]) -> bool:
     return len({run["tokens"] for arm in record["arms"].values() for run in arm["runs"]}) > 1
 
 
-def _sizes(label: str, runs: Sequence[Run], tokens_differ: bool, measured: Sequence[str]) -> list[str]:
+def _sizes(label: str, runs: Sequence[RunRecord], tokens_differ: bool, measured: Sequence[str]) -> list[str]:
     tokens = [_numbers(run["tokens"] for run in runs)] if tokens_differ else []
     return [label, f"{runs[0]['parameters']:,}", *tokens, *(_spread(final(runs, name)) for name in measured)]
 

@@ -18,7 +18,7 @@ Row = tuple[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Documents:
+class FileDocuments:
     """The documents of a file.
 
     Attributes:
@@ -31,7 +31,7 @@ class Documents:
     without_text: int
 
 
-def read_documents(path: str, column: str) -> Documents:
+def read_documents(path: str, column: str) -> FileDocuments:
     """The documents in a text file (one), or in the column of a JSON lines, JSON or Parquet file (one a row).
 
     Rows whose column is absent, null, empty or no text are left out, which a warning tells.
@@ -58,7 +58,7 @@ def read_documents(path: str, column: str) -> Documents:
     if empty:
         message = "%d of %d rows of %s have no text in their column %r and are left out, the first is %s"
         logger.warning(message, len(empty), len(rows), path, column, empty[0])
-    return Documents(list(texts.values()), list(texts), len(empty))
+    return FileDocuments(list(texts.values()), list(texts), len(empty))
 
 
 def _read_text(path: Path, column: str) -> Iterator[Row]:

@@ -20,7 +20,7 @@ from .arguments import PretrainArguments
 from .guard import DivergedError
 from .job import pretrain
 from .options.sweep import Sweep
-from .sweep_processes import Task, run_tasks
+from .sweep_processes import SweepTask, run_tasks
 from .texts import check_same_texts
 
 # Settings that may differ between the commands that make one sweep.
@@ -96,7 +96,7 @@ def make_runs(runs: Mapping[float, Callable[[], Outcome]], arguments: PretrainAr
             "leave one of them out"
         )
     folder = Path(arguments.output)
-    tasks = {value: Task(run, folder / f"{value:g}.log") for value, run in runs.items()}
+    tasks = {value: SweepTask(run, folder / f"{value:g}.log") for value, run in runs.items()}
     for value, outcome in run_tasks(tasks, arguments.sweep_workers):
         print(f"{value:g}: {'diverged' if outcome.loss is None else f'validation loss {outcome.loss:.4f}'}", flush=True)
         yield outcome

@@ -17,7 +17,7 @@ Answer = TypeVar("Answer")
 THREADS, DEVICES = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"
 
 
-class Task(NamedTuple, Generic[Answer]):
+class SweepTask(NamedTuple, Generic[Answer]):
     """The work of one process.
 
     Attributes:
@@ -43,7 +43,7 @@ class Worker(NamedTuple):
     answers: Connection
 
 
-def run_tasks(tasks: Mapping[float, Task[Answer]], at_once: int) -> Iterator[tuple[float, Answer]]:
+def run_tasks(tasks: Mapping[float, SweepTask[Answer]], at_once: int) -> Iterator[tuple[float, Answer]]:
     """Runs tasks, `at_once` of them at a time, and yields the value and the answer of each task that ends.
 
     A signal is passed on to all processes. After a task was stopped or has failed, no further task begins, and those
@@ -85,7 +85,7 @@ def run_tasks(tasks: Mapping[float, Task[Answer]], at_once: int) -> Iterator[tup
             raise found[0]
 
 
-def start(slot: int, at_once: int, value: float, task: Task[Any]) -> Worker:
+def start(slot: int, at_once: int, value: float, task: SweepTask[Any]) -> Worker:
     """Starts a process for a task, with a share of the cores, and with one GPU if there are several."""
     answers, ending = multiprocessing.Pipe(duplex=False)
     # A process that is forked after PyTorch has used its threads can hang.
@@ -151,7 +151,7 @@ def collect_answer(worker: Worker, log: Path) -> tuple[Any, BaseException | None
     return None, UserError(f"the run of {worker.value:g} ended with status {status}; {log} has what it printed")
 
 
-def _work(task: Task[Any], answers: Connection) -> None:
+def _work(task: SweepTask[Any], answers: Connection) -> None:
     """Runs in the process of a task: redirects its output to the log, does the work, and sends the answer."""
     task.log.parent.mkdir(parents=True, exist_ok=True)
     with task.log.open("ab") as file:

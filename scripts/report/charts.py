@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ..common.figures import literal_label
-from .run import Run
+from .run import ReportedRun
 
 WIDTH, HEIGHT = 6.2, 3.2
 # Colours that readers with any colour vision can tell apart (Okabe and Ito).
@@ -24,7 +24,9 @@ METADATA = re.compile(r"<metadata>.*?</metadata>", re.DOTALL)
 STYLES = {"train": "-", "validation": "--"}
 
 
-def draw_curves(runs: Sequence[Run], splits: Sequence[str], field: str, label: str, *, log: bool = False) -> str | None:
+def draw_curves(
+    runs: Sequence[ReportedRun], splits: Sequence[str], field: str, label: str, *, log: bool = False
+) -> str | None:
     """One measurement of all runs against the update, as SVG; None if no run has it."""
     figure, axes = _figure(label)
     drawn = False

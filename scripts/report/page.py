@@ -9,7 +9,7 @@ from ..common.errors import UserError
 from ..common.figures import literal_label
 from ..common.html_page import DOCTYPE, gallery, heading, page, table
 from .charts import draw_curves, draw_layers
-from .run import Run, differing, read_runs
+from .run import ReportedRun, differing, read_runs
 
 CURVES = (
     (("train", "validation"), "loss", "Loss (nats per target)", False),
@@ -58,7 +58,7 @@ def check_is_page(output: Path) -> None:
         raise UserError(f"{output} is no page of this job, and would be replaced; give another file with --output")
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[ReportedRun]) -> str:
     """The page as HTML."""
     title = ", ".join(run.name for run in runs)
     sections = [
@@ -71,14 +71,14 @@ def render(runs: Sequence[Run]) -> str:
     return page(title, parts)
 
 
-def curves_of(runs: Sequence[Run]) -> list[tuple[tuple[str, ...], str, str, bool]]:
+def curves_of(runs: Sequence[ReportedRun]) -> list[tuple[tuple[str, ...], str, str, bool]]:
     """`CURVES`, and for mixtures the passes over each source."""
     fields = dict.fromkeys(field for run in runs for field in run.fields("train") if field.startswith(PASSES))
     labels = {field: literal_label(f"Passes over {field.removeprefix(PASSES)}") for field in fields}
     return [*CURVES, *((("train",), field, label, False) for field, label in labels.items())]
 
 
-def draw_health(run: Run) -> list[str]:
+def draw_health(run: ReportedRun) -> list[str]:
     """Charts of composition in each layer at the last measurement: sizes of terms, similarities of heads, gates."""
     last = [record for record in run.records if record["split"] == HEALTH][-1]
     charts = []
@@ -97,14 +97,14 @@ def draw_health(run: Run) -> list[str]:
     return charts
 
 
-def values_table(runs: Sequence[Run], values: Mapping[str, Mapping[str, Any]]) -> str:
+def values_table(runs: Sequence[ReportedRun], values: Mapping[str, Mapping[str, Any]]) -> str:
     """A row for each value and a column for each run; empty if there are no values."""
     names = dict.fromkeys(name for run in runs for name in values[run.name])
     rows = [[name, *(_show(values[run.name].get(name)) for run in runs)] for name in names]
     return table(["", *(run.name for run in runs)], rows) if rows else ""
 
 
-def _settings(runs: Sequence[Run]) -> str:
+def _settings(runs: Sequence[ReportedRun]) -> str:
     names = differing(runs)
     return values_table(runs, {run.name: _chosen(run.arguments, names) for run in runs})
 

@@ -13,7 +13,7 @@ METRICS, ARGUMENTS, RESULT = "metrics.jsonl", "run.json", "result.json"
 
 
 @dataclass(frozen=True)
-class Run:
+class ReportedRun:
     """A run: its name, the records of its metrics, its arguments and, once it is finished, its result."""
 
     name: str
@@ -22,7 +22,7 @@ class Run:
     result: dict[str, Any]
 
     @classmethod
-    def read(cls, folder: Path, name: str) -> "Run":
+    def read(cls, folder: Path, name: str) -> "ReportedRun":
         """Reads the folder of a run.
 
         Raises:
@@ -50,14 +50,14 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
+def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
     """Reads all runs. A run has the name of its folder or, if two folders have the same name, its path."""
     names = [folder.resolve().name for folder in folders]
     distinct = len(set(names)) == len(names)
-    return [Run.read(f, name if distinct else str(f)) for f, name in zip(folders, names, strict=True)]
+    return [ReportedRun.read(f, name if distinct else str(f)) for f, name in zip(folders, names, strict=True)]
 
 
-def differing(runs: Sequence[Run]) -> list[str]:
+def differing(runs: Sequence[ReportedRun]) -> list[str]:
     """The names of the arguments, other than the output folder, in which runs differ; for a single run, all it has."""
     names = dict.fromkeys(name for run in runs for name in run.arguments if name != "output")
     if len(runs) == 1:

@@ -20,7 +20,7 @@ from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.evaluate import results as results_module
 from dynattn.scripts.evaluate.own_text import Scores, score_texts, summarize
 from dynattn.scripts.evaluate.results import write_files
-from dynattn.scripts.evaluate.text_files import Documents, read_documents
+from dynattn.scripts.evaluate.text_files import FileDocuments, read_documents
 
 DOCUMENTS = ["The first text, with a café.", "A second one, which is a little longer than the first text is.", "Third."]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
@@ -201,13 +201,13 @@ def test_a_text_file_is_one_document_and_parquet_has_one_a_row(tmp_path: Path):
     from datasets import Dataset
 
     (tmp_path / "text [v2].txt").write_text("one\n\ntwo\n", encoding="utf-8")
-    assert read_documents(str(tmp_path / "text [v2].txt"), "text") == Documents(["one\n\ntwo\n"], [0], 0)
+    assert read_documents(str(tmp_path / "text [v2].txt"), "text") == FileDocuments(["one\n\ntwo\n"], [0], 0)
     (tmp_path / "crlf.txt").write_bytes(b"one\r\ntwo\r\n")
     assert read_documents(str(tmp_path / "crlf.txt"), "text").texts == ["one\r\ntwo\r\n"]
     (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfone")  # a byte order mark is no text
     assert read_documents(str(tmp_path / "marked.txt"), "text").texts == ["one"]
     Dataset.from_dict({"text": ["a", "", None, "b"]}).to_parquet(str(tmp_path / "text.parquet"))
-    assert read_documents(str(tmp_path / "text.parquet"), "text") == Documents(["a", "b"], [0, 3], 2)
+    assert read_documents(str(tmp_path / "text.parquet"), "text") == FileDocuments(["a", "b"], [0, 3], 2)
 
 
 def test_rows_without_text_are_told_and_others_keep_their_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -218,7 +218,7 @@ def test_rows_without_text_are_told_and_others_keep_their_numbers(tmp_path: Path
     lines.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
     (tmp_path / "array.json").write_text(json.dumps(rows, indent=1))
     for name, first in (("we::ird.jsonl", "line 1"), ("array.json", "row 0")):
-        assert read_documents(str(tmp_path / name), "text") == Documents([values[0], values[-1]], [1, 5], 4)
+        assert read_documents(str(tmp_path / name), "text") == FileDocuments([values[0], values[-1]], [1, 5], 4)
         assert f"{name} have no text in their column 'text' and are left out, the first is {first}" in caplog.text
         assert caplog.messages[-1].startswith("4 of 6 rows of ")
 

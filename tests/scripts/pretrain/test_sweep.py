@@ -18,7 +18,7 @@ from dynattn.scripts.pretrain.options.sweep import Sweep
 from dynattn.scripts.pretrain.outputs.metrics import read_metrics
 from dynattn.scripts.pretrain.stopping import StoppedError
 from dynattn.scripts.pretrain.sweep import Outcome, best_of, recipe_line, run_sweep
-from dynattn.scripts.pretrain.sweep_processes import Task, run_tasks, share_of
+from dynattn.scripts.pretrain.sweep_processes import SweepTask, run_tasks, share_of
 
 SHORT: dict[str, Any] = {"max_steps": 4, "warmup_steps": 1, "eval_every": 4, "save_every": 2}
 
@@ -154,7 +154,7 @@ def test_a_signal_stops_all_runs_of_a_sweep_at_checkpoints(tmp_path: Path):
 @pytest.mark.slow
 def test_a_process_that_dies_is_told_of_and_no_other_begins(tmp_path: Path):
     works = {1.0: partial(abs, -4), 2.0: partial(os._exit, 3), 3.0: partial(abs, -5)}
-    answers = run_tasks({name: Task(work, tmp_path / f"{name:g}.log") for name, work in works.items()}, at_once=1)
+    answers = run_tasks({name: SweepTask(work, tmp_path / f"{name:g}.log") for name, work in works.items()}, at_once=1)
     assert next(answers) == (1.0, 4)
     with pytest.raises(UserError, match=f"the run of 2 ended with status 3; {tmp_path}/2.log has what it printed"):
         next(answers)
