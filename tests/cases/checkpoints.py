@@ -30,6 +30,11 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bytes of each file of a folder, by name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def edit_config(folder: Path, **changes: Any) -> None:
     """Sets fields of `config.json`; the value "ABSENT" removes one."""
     config = {**json.loads((folder / "config.json").read_text()), **changes}

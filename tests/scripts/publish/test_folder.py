@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.checkpoints import save_tokenizer
+from cases.checkpoints import contents, edit_config, save_tokenizer
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -83,10 +83,6 @@ def published(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def test_folder_is_complete_and_keeps_the_weights(original: Path, published: Path) -> None:
     names = set(contents(published))
     assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "README.md"} <= names
@@ -132,7 +128,7 @@ def test_a_card_names_the_repository_in_its_code(checkpoint: Path) -> None:
 
 
 def test_paths_on_this_machine_are_not_published(checkpoint: Path) -> None:
-    set_config(checkpoint, _name_or_path=str(checkpoint))
+    edit_config(checkpoint, _name_or_path=str(checkpoint))
     tokenizer = json.loads((checkpoint / "tokenizer_config.json").read_text())
     (checkpoint / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "name_or_path": str(checkpoint)}))
     assert main(["publish", str(checkpoint), "--no_verify"]) == 0
@@ -312,11 +308,6 @@ def test_destinations_that_would_lose_something_are_refused(checkpoint: Path, tm
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def set_config(folder: Path, **fields: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **fields}))
-
-
 def truncate(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -351,10 +342,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "config no json": (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
     "config no object": (lambda folder: (folder / "config.json").write_text("[]"), "must hold an object"),
-    "other model": (lambda folder: set_config(folder, model_type="llama"), "'llama'; only dcformer"),
-    "bad field": (lambda folder: set_config(folder, num_key_value_heads=3), "num_key_value_heads"),
-    "bad type": (lambda folder: set_config(folder, hidden_size="wide"), "hidden_size"),
-    "no architecture": (lambda folder: set_config(folder, architectures=None), "the architecture None"),
+    "other model": (lambda folder: edit_config(folder, model_type="llama"), "'llama'; only dcformer"),
+    "bad field": (lambda folder: edit_config(folder, num_key_value_heads=3), "num_key_value_heads"),
+    "bad type": (lambda folder: edit_config(folder, hidden_size="wide"), "hidden_size"),
+    "no architecture": (lambda folder: edit_config(folder, architectures=None), "the architecture None"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
     "pickle": (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"), "there is model.bin"),
     "truncated": (truncate, "truncated"),
@@ -365,7 +356,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: shard(folder) and (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}'),
         "names no weights",
     ),
-    "other shape": (lambda folder: set_config(folder, intermediate_size=64), "config.json|does not load"),
+    "other shape": (lambda folder: edit_config(folder, intermediate_size=64), "config.json|does not load"),
     "weight lost": (lose_weight, "lacks model.norm.weight"),
     "nan": (poison, "outputs NaN"),
     "tokenizer damaged": (lambda folder: (folder / "tokenizer.json").write_text("{"), "does not load"),

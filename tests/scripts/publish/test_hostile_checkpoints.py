@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.checkpoints import save_tokenizer
+from cases.checkpoints import edit_config, save_tokenizer
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
@@ -56,11 +56,6 @@ def refused(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..
         return line
 
     return run
-
-
-def set_config(folder: Path, **fields: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **fields}))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +111,7 @@ def test_links_of_the_cache_of_the_hub(original: Path, tmp_path: Path) -> None:
     ],
 )
 def test_hostile_values(field: str, value: Any, says: str, checkpoint: Path, refused: Callable[..., str]) -> None:
-    set_config(checkpoint, **{field: value})
+    edit_config(checkpoint, **{field: value})
     assert says in refused()
 
 

@@ -16,6 +16,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from cases.checkpoints import contents
 from huggingface_hub import constants
 
 import dynattn
@@ -162,10 +163,6 @@ def folder(tmp_path: Path) -> Path:
         (path / name).write_bytes(name.encode() * 50)
     (path / "README.md").write_text("---\nlibrary_name: transformers\n---\n# tiny\n")
     return path
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_everything_arrives_in_one_commit(hub: Hub, folder: Path) -> None:

@@ -23,7 +23,7 @@ from dynattn.modeling.ops.dcmha.triton.paged_decode import decode_pages
 from dynattn.modeling.ops.dcmha.triton.passes import composer_class_for
 
 from .test_triton import family, poisoned, small
-from .test_triton_windows import record
+from .test_triton_windows import assert_equal, record
 
 __all__ = ["family", "poisoned", "small"]  # fixtures
 # The log-sum-exp of a patch without a visible key.
@@ -61,11 +61,6 @@ def several(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of windows, and tiles of sums, of which a few tokens have several."""
     monkeypatch.setattr(tuning, "BLOCK", 16)
     monkeypatch.setattr(tuning, "DISTANCE_SUMS", (16, 16, 16, 4))
-
-
-def assert_equal(ours: tuple[Tensor, ...], reference: tuple[Tensor, ...]) -> None:
-    for one, expected in zip(ours, reference, strict=True):
-        torch.testing.assert_close(one.double(), expected, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("small", "family")

@@ -10,14 +10,16 @@ from cases.triton_marks import interpreted
 from torch import Tensor
 
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
-from dynattn.modeling.ops.dcmha.triton import passes, tuning, workspace
+from dynattn.modeling.ops.dcmha.triton import tuning, workspace
 from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
 from dynattn.modeling.ops.dcmha.triton.attention import dcmha_triton
 from dynattn.modeling.ops.dcmha.triton.tiling import RowTiling, WindowTiling, add_blocks, aligned, choose_tiling
 
-from .test_triton import STATIC, Case, assert_no_noisier_than_the_reference, cast, random_inputs, run
+from .test_triton import STATIC, Case, assert_no_noisier_than_the_reference, cast, family, random_inputs, run
 
 pytest.importorskip("triton")
+
+__all__ = ["family"]  # a fixture
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
 
 FORWARD = ["window_maps", "statistics", "merge", "probs", "window_queries"]
@@ -90,13 +92,6 @@ def chunks_of(names: list[str]) -> int:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that ran."""
     return record(monkeypatch, run=True)
-
-
-@pytest.fixture(params=[pytest.param("head by head", marks=pytest.mark.slow), "tensor cores"])
-def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kernels that compose, whatever the dtype and the number of heads."""
-    monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_, **__: request.param == "tensor cores")
-    return str(request.param)
 
 
 def assert_equal(ours: tuple[Tensor, ...], reference: tuple[Tensor, ...]) -> None:
