@@ -54,7 +54,7 @@ def make_config(
     """
     if unknown := sorted(compose.keys() - ComposeOptions.__annotations__.keys()):
         known = sorted(ComposeOptions.__annotations__)
-        raise TypeError(f"ComposedMultiheadAttention has no options {unknown}; those of composition are {known}")
+        raise TypeError(f"no options {unknown} exist here; those of composition are {known}")
     if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
         raise ValueError(f"embed_dim ({embed_dim}) must be a positive multiple of num_heads ({num_heads})")
     try:

@@ -10,18 +10,17 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_rcmha import RCMHAConfig
-from .caches.key_places import past_tokens_within
 from .caches.names import takes_either_name
 from .caches.segment_memory import SegmentMemoryLayer, upgrade_to_memory_cache
 from .common.activation_checkpointing import drops_caches
 from .common.decoder import DecoderBody, DecoderPreTrainedModel
-from .common.decoder_inputs import DecoderArguments, DecoderInputs
+from .common.decoder_inputs import DecoderArguments, DecoderInputs, with_absolute_positions
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .common.relative_model import RelativePreTrainedModel
 from .layers.mlp import MLP
 from .layers.relative_attention import RCMHAAttention
 from .layers.segment import Segment, describe_segment
-from .positions.absolute import check_learned_positions, make_absolute
+from .positions.absolute import make_absolute
 from .positions.alibi import alibi_bias
 from .positions.learned_tables import learned_bias, refuse_reentrant_checkpointing
 from .positions.rotary import RotaryEmbedding
@@ -123,10 +122,7 @@ class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
 
     def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, dict[str, Any]]]:
         """The embeddings `[B, T, E]`, with absolute positions added if the model has any, and the layers' `Segment`."""
-        cache, length = inputs.past_key_values, inputs.inputs_embeds.shape[1]
-        if self.config.position_scheme == "learned":
-            limit = self.config.max_position_embeddings
-            check_learned_positions(length, past_tokens_within(cache, length, limit), inputs.position_ids, limit)
+        hidden_states = with_absolute_positions(self.config, self.embed_positions, inputs)
         segment = describe_segment(
             self.config,
             inputs.inputs_embeds,
@@ -138,9 +134,6 @@ class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
             rotary_emb=self.rotary_emb,
             bias_of=partial(self.scheme_bias, device=inputs.inputs_embeds.device),
         )
-        hidden_states = inputs.inputs_embeds
-        if self.embed_positions is not None:
-            hidden_states = hidden_states + self.embed_positions(inputs.position_ids).to(hidden_states.dtype)
         return hidden_states, {layer_type: {"segment": segment} for layer_type in self.config.layer_types}
 
     def scheme_bias(self, keys: int, device: torch.device) -> Tensor | None:

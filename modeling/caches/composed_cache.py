@@ -22,6 +22,8 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from .key_places import refuse_tokens
+
 
 class ComposedLayerMixin:
     """Adds `factors`: a plain layer that holds packed factors as its keys, and values of width 0.
@@ -43,11 +45,7 @@ class ComposedLayerMixin:
         Raises:
             ValueError: the layer already holds tokens, whose factors are lost.
         """
-        if layer.is_initialized and int(layer.get_seq_length()) > 0:
-            raise ValueError(
-                f"the cache holds {int(layer.get_seq_length())} tokens without composition factors; "
-                "start with an empty cache, or one that a model of this configuration filled"
-            )
+        refuse_tokens(layer, "composition factors")
         composed = cls.__new__(cls)
         composed.__dict__.update(vars(layer))
         composed.factors = cls.factors_layer(layer)

@@ -1,7 +1,7 @@
 """The number of keys that a layer of a cache returns, where the new tokens are among them, and how many came before."""
 
 from torch import Tensor
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 from transformers.utils.import_utils import is_tracing
 
 
@@ -16,15 +16,24 @@ def first_query_offset(cache: Cache | None, layer: int, length: int) -> Tensor |
     None if the last new token is the last key, which is what the ops assume. Only a static cache returns more keys,
     unused places, behind it. To be called before the layer appends the tokens.
     """
-    static = cache.layers[layer] if cache is not None and layer < len(cache.layers) else None
-    if cache is None or not isinstance(static, StaticLayer):
+    found = cache.layers[layer] if cache is not None and layer < len(cache.layers) else None
+    if cache is None or not isinstance(found, StaticLayer):
         return None
     keys, first_key = cache.get_mask_sizes(length, layer)
-    past_tokens = getattr(static, "cumulative_length_int", None)
+    past_tokens = getattr(found, "cumulative_length_int", None)
     if past_tokens is not None and past_tokens - first_key + length == keys:
         return None
     # A copy, because the layer updates its count in place when it appends the tokens.
-    return static.cumulative_length.clone()
+    return found.cumulative_length.clone()
+
+
+def refuse_tokens(layer: CacheLayerMixin, missing: str) -> None:
+    """Raises ValueError if a plain layer of a cache holds tokens already, without what is `missing` of them."""
+    if layer.is_initialized and int(layer.get_seq_length()) > 0:
+        raise ValueError(
+            f"the cache holds {int(layer.get_seq_length())} tokens without {missing}; "
+            "start with an empty cache, or one that a model of this configuration filled"
+        )
 
 
 def past_tokens_within(cache: Cache | None, length: int, limit: int) -> int | None:

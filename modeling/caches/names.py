@@ -50,7 +50,7 @@ def takes_either_name(forward: Forward) -> Forward:
             if kwargs.get(OLD_NAME) is not None:
                 raise ValueError(f"{NEW_NAME} and {OLD_NAME} are two names of the same argument; give one of them")
             kwargs[OLD_NAME] = kwargs.pop(NEW_NAME)
-        elif kwargs.get(NEW_NAME, self) is None:
+        elif NEW_NAME in kwargs and kwargs[NEW_NAME] is None:
             del kwargs[NEW_NAME]
         return forward(self, *args, **kwargs)
 

@@ -21,6 +21,8 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from .key_places import refuse_tokens
+
 
 class StreamingLayerMixin:
     """Adds `contexts`: for each convolved projection (query, key, value) its last tokens before the convolution.
@@ -46,7 +48,7 @@ class StreamingLayerMixin:
         Raises:
             ValueError: the layer already holds tokens, whose contexts are lost.
         """
-        refuse_tokens(layer)
+        refuse_tokens(layer, "the memory of this model")
         streaming = cls.__new__(cls)
         streaming.__dict__.update(vars(layer))
         streaming.contexts, streaming.context_length = {}, context_length
@@ -208,8 +210,8 @@ class SegmentMemoryLayer(DynamicLayer):
 
     is_croppable = False
 
-    def __init__(self, mem_len: int | None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, mem_len: int | None) -> None:
+        super().__init__()
         self.mem_len = mem_len
         self.cumulative_length = 0
 
@@ -275,15 +277,6 @@ def upgrade_to_memory_cache(cache: Cache, config: PreTrainedConfig, layers: int 
         cache.layers[index] = _with_memory(layer, config)
 
 
-def refuse_tokens(layer: CacheLayerMixin) -> None:
-    """Raises ValueError if a plain layer already holds tokens."""
-    if layer.is_initialized and int(layer.get_seq_length()) > 0:
-        raise ValueError(
-            f"the cache holds {int(layer.get_seq_length())} tokens without the memory of this model; "
-            "start with an empty cache, or one that a model of this configuration filled"
-        )
-
-
 def _with_memory(layer: Any, config: PreTrainedConfig) -> CacheLayerMixin:
     """The layer that replaces a plain one; raises ValueError as `upgrade_to_memory_cache` says."""
     if config.memory_type == "segment":
@@ -292,7 +285,7 @@ def _with_memory(layer: Any, config: PreTrainedConfig) -> CacheLayerMixin:
                 f"memory_type='segment' keeps layer inputs, which a {type(layer).__name__} cannot; use a DynamicCache, "
                 "or memory_type='streaming'"
             )
-        refuse_tokens(layer)
+        refuse_tokens(layer, "the memory of this model")
         return SegmentMemoryLayer(config.mem_len)
     if type(layer) not in STREAMING_LAYERS:
         raise ValueError(f"a {type(layer).__name__} cannot carry memory; use a DynamicCache or a StaticCache")

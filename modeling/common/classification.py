@@ -37,7 +37,7 @@ def mean_of_tokens(hidden_states: Tensor, attention_mask: Any, prefix: int = 0) 
         return hidden_states.mean(dim=1)
     if is_complete_mask(attention_mask):
         raise ValueError(
-            "classifier_pooling='mean' needs a mask [B, T] to know the real tokens; give one, or use 'cls'"
+            "classifier_pooling by the mean needs a mask [B, T] to know the real tokens; give one, or use 'cls'"
         )
     shown = attention_mask[:, prefix:, None].bool()
     # In at least float32, because a sum over thousands of tokens overflows float16.

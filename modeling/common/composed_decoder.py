@@ -8,17 +8,17 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..caches.composed_cache import upgrade_to_composed_cache
-from ..caches.key_places import first_query_offset, key_count, past_tokens_within
+from ..caches.key_places import first_query_offset, key_count
 from ..ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS
 from ..ops.distance_tables import DistanceTables
-from ..positions.absolute import check_learned_positions, make_absolute
+from ..positions.absolute import make_absolute
 from ..positions.alibi import alibi_bias
 from ..positions.carope import make_room_for_phases
 from ..positions.learned_tables import DistanceTable, learned_bias, learned_gain, refuse_reentrant_checkpointing
 from ..positions.rotary import rotaries_by_layer_type, rotary_of
 from .composed_model import ComposedPreTrainedModel
 from .decoder import DecoderBody, DecoderPreTrainedModel
-from .decoder_inputs import DecoderArguments, DecoderInputs, is_complete_mask, new_token_mask
+from .decoder_inputs import DecoderArguments, DecoderInputs, is_complete_mask, new_token_mask, with_absolute_positions
 
 
 class ComposedDecoderPreTrainedModel(ComposedPreTrainedModel, DecoderPreTrainedModel):
@@ -75,8 +75,8 @@ class ComposedDecoderBody(DecoderBody):
 
         The arguments are positions, the starts of packed documents, rotary cosines and sines, and tables by distance.
         """
-        hidden_states, cache = self._with_absolute_positions(inputs), inputs.past_key_values
-        length = hidden_states.shape[1]
+        hidden_states = with_absolute_positions(self.config, self.embed_positions, inputs)
+        cache, length = inputs.past_key_values, hidden_states.shape[1]
         shared = {
             "position_ids": inputs.position_ids,
             "first_keys": None if is_complete_mask(given.attention_mask) else inputs.document_starts,
@@ -96,16 +96,6 @@ class ComposedDecoderBody(DecoderBody):
             if self.config.scheme_of(layer_type) == "carope":
                 arguments[layer_type]["token_mask"] = new_token_mask(given.attention_mask, cache, length)
         return hidden_states, arguments
-
-    def _with_absolute_positions(self, inputs: DecoderInputs) -> Tensor:
-        """The embeddings `[B, T, E]`, with those of their positions added if a position scheme has any."""
-        embeddings, cache = inputs.inputs_embeds, inputs.past_key_values
-        if self.embed_positions is None:
-            return embeddings
-        if self.config.position_scheme == "learned":
-            length, limit = embeddings.shape[1], self.config.max_position_embeddings
-            check_learned_positions(length, past_tokens_within(cache, length, limit), inputs.position_ids, limit)
-        return embeddings + self.embed_positions(inputs.position_ids).to(embeddings.dtype)
 
     def _rotations(self, layer_type: str, inputs: DecoderInputs) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines `[B, T, rotary_dim]` for the layers of a type; None if positions do not rotate them."""

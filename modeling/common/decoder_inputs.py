@@ -11,8 +11,10 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.utils.import_utils import is_tracing
 
 from ...configuration.field_rules import ABSOLUTE_SCHEMES
+from ..caches.key_places import past_tokens_within
 from ..caches.names import named_cache
 from ..ops.validation import check_mask_dtype
+from ..positions.absolute import check_learned_positions
 from .packed_documents import not_before_document, packed_starts, starts_by_borders
 
 MASK_MAKERS: dict[str, Callable[..., Any]] = {
@@ -55,6 +57,22 @@ class DecoderInputs(NamedTuple):
     past_key_values: Cache | None
     masks: dict[str, Tensor | None]  # one for each layer type
     document_starts: Tensor | None  # [B, T], index of the first token of each token's document; None if not packed
+
+
+def with_absolute_positions(config: Any, embed_positions: nn.Module | None, inputs: DecoderInputs) -> Tensor:
+    """The embeddings `[B, T, E]`, with those of their positions added if a position scheme has any.
+
+    Raises:
+        ValueError: there are learned positions, and tokens beyond them.
+    """
+    embeddings = inputs.inputs_embeds
+    if embed_positions is None:
+        return embeddings
+    if config.position_scheme == "learned":
+        length, limit = embeddings.shape[1], config.max_position_embeddings
+        past_tokens = past_tokens_within(inputs.past_key_values, length, limit)
+        check_learned_positions(length, past_tokens, inputs.position_ids, limit)
+    return embeddings + embed_positions(inputs.position_ids).to(embeddings.dtype)
 
 
 def prepare_decoder_inputs(

@@ -135,7 +135,7 @@ class EncoderBody(EncoderLayers):
                 prepared mask for each layer type.
             position_ids: `[B, T]`, by default counted from 0. Without an `attention_mask`, positions that restart mark
                 the documents of a packed row, which then do not see each other. The borders `cu_seq_lens_q`
-                `[documents + 1]` of a single row, a keyword, mark them too.
+                `[documents + 1]` of a single row, a keyword, mark them instead, if they are given.
 
         Raises:
             ValueError: the arguments do not fit each other or the model.
@@ -144,14 +144,15 @@ class EncoderBody(EncoderLayers):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         check_position_ids(position_ids, inputs_embeds)
-        borders = kwargs.get("cu_seq_lens_q")
-        if borders is not None and position_ids is None:
+        borders, marks = kwargs.get("cu_seq_lens_q"), position_ids
+        if borders is not None:
             attention_mask = mask_beside_borders(attention_mask)
             indices = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
-            position_ids = indices - starts_by_borders(borders, inputs_embeds)
+            marks = indices - starts_by_borders(borders, inputs_embeds)
+            position_ids = marks if position_ids is None else position_ids
         hidden_states = self.embed(inputs_embeds, position_ids, attention_mask)
         rotations = self.rotations(hidden_states, position_ids)
-        hidden_states = self.run_layers(hidden_states, attention_mask, rotations, position_ids, **kwargs)
+        hidden_states = self.run_layers(hidden_states, attention_mask, rotations, marks, **kwargs)
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
     def embed(self, inputs_embeds: Tensor, position_ids: Tensor | None, attention_mask: Any = None) -> Tensor:

@@ -155,7 +155,10 @@ class CausalLMHead:
         hidden_states = outputs.last_hidden_state[:, kept]
         in_chunks = skip_logits and self.loss_function is ForCausalLMLoss and is_plain_linear(self.lm_head)
         if kwargs.get("z_loss") and not in_chunks:
-            raise ValueError("z_loss is part of the loss in chunks: give skip_logits=True, and a head without adapters")
+            raise ValueError(
+                "z_loss is part of the loss in chunks: give skip_logits=True, a head without adapters, and no loss of "
+                "your own"
+            )
         logits = None if in_chunks else self.lm_head(hidden_states)
         loss = None
         if labels is not None:

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from ..caches.composed_cache import QUANTIZED_LAYERS
@@ -77,7 +78,8 @@ class Seq2SeqDecoderBody:
             check_keeps_cache(self, past_key_values)
         cache = self._cache(past_key_values, use_cache)
         check_source(encoder_hidden_states, inputs_embeds, self.config.hidden_size)
-        check_attention_mask(attention_mask, inputs_embeds, cache)
+        exact = past_key_values is None and not is_tracing(inputs_embeds)  # exported sizes may differ
+        check_attention_mask(attention_mask, inputs_embeds, cache, exact=exact)
         if cache is not None:
             check_cached_length(attention_mask, inputs_embeds, cache.self_attention_cache)
         check_attention_mask(encoder_attention_mask, encoder_hidden_states, cache, exact=True)  # type: ignore[arg-type]

@@ -100,7 +100,7 @@ def first_fit(lengths: Sequence[int], room: int) -> tuple[Tensor, Tensor]:
     row, start = torch.zeros(2, len(lengths), dtype=torch.long)
     ends: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        chosen = next((row for row, end in enumerate(ends) if end + lengths[index] <= room), len(ends))
+        chosen = next((used for used, end in enumerate(ends) if end + lengths[index] <= room), len(ends))
         ends += [0] if chosen == len(ends) else []
         row[index], start[index] = chosen, ends[chosen]
         ends[chosen] += lengths[index]

@@ -93,7 +93,7 @@ def check_table_lengths(
     """
     # Limits are compared one by one, because `torch.export` cannot prove anything about the smaller of two sizes.
     place = None if isinstance(offset, Tensor) else offset
-    behind = [keys if place is None else max(keys, queries + place)]
+    behind = [keys if place is None else queries + place]
     ahead = [0 if is_causal else max(keys - 1 - (keys - queries if place is None else place), 0)]
     if sliding_window is not None:
         behind.append(sliding_window)

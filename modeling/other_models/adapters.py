@@ -80,7 +80,7 @@ class ComposedTimmAttention(SideGenerators):
             pre=pre,
             post=post,
             scaling=self.scale,
-            attention_mask=None if is_causal else attn_mask,
+            attention_mask=None if is_causal else attn_mask,  # as in timm, where causality comes before a mask
             is_causal=is_causal,
             implementation=self.implementation,
         )

@@ -83,14 +83,14 @@ def default_frequencies(config: PreTrainedConfig) -> Tensor:
     return 1.0 / rope["rope_theta"] ** exponent
 
 
-def power_frequencies(config: PreTrainedConfig, *_: Any, **__: Any) -> tuple[Tensor, float]:
+def power_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
     """The default frequencies, that of pair `i` times `(1 - 2 i / rotary_dim) ** power_factor` (arXiv 2308.10882)."""
     frequencies = default_frequencies(config)
     place = torch.arange(len(frequencies), dtype=torch.float) / len(frequencies)
     return frequencies * (1 - place) ** rope_parameters(config)["power_factor"], 1.0
 
 
-def truncated_frequencies(config: PreTrainedConfig, *_: Any, **__: Any) -> tuple[Tensor, float]:
+def truncated_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
     """The default frequencies with the low ones replaced (Giraffe, arXiv 2308.10882).
 
     Frequencies of at least `b = 2 pi / truncate_length`, one turn in the trained length, stay. Those from `b / 8` up to

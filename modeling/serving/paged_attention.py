@@ -71,8 +71,8 @@ class RequestRows:
     @cached_property
     def step_bounds(self) -> tuple[Tensor, Tensor, Tensor]:
         """`table_starts`, `first_keys` and `key_counts` `[N]` of `Pages`, in which each row is a page of its own."""
-        starts = torch.tensor([span.rows.start for span in self.steps])
-        counts = torch.tensor([span.rows.stop - span.rows.start for span in self.steps])
+        starts = torch.tensor([span.rows.start for span in self.steps], device="cpu")
+        counts = torch.tensor([span.rows.stop - span.rows.start for span in self.steps], device="cpu")
         return starts, torch.zeros_like(starts), counts
 
     @cached_property

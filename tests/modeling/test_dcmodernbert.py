@@ -130,6 +130,8 @@ def test_documents_packed_by_positions_do_not_see_each_other(implementation: str
     for mask in (None, torch.ones_like(ids[:1])):
         by_borders = model(ids[:1], attention_mask=mask, cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits
         torch.testing.assert_close(by_borders, packed[:1], atol=1e-10, rtol=0)
+    counted = model(ids[:1], position_ids=torch.arange(T)[None], cu_seq_lens_q=ends).logits  # positions mark nothing
+    torch.testing.assert_close(counted, packed[:1], atol=1e-6, rtol=0)  # far positions have rounded angles
     with pytest.raises(ValueError, match="cu_seq_lens must rise from 0 to the length of a single packed row"):
         model(ids[:1], cu_seq_lens_q=ends[:-1])
 

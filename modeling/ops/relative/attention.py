@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..distance_tables import check_table_lengths
 from .chunked import relative_chunked
 from .eager import relative_eager
 from .sdpa import relative_sdpa
@@ -96,28 +95,24 @@ def relative_attention(
         ValueError: shapes, dtypes or values do not fit, tables lack rows for distances that queries reach, or the
             implementation is unknown.
     """
-    # Implementations check the lengths of tables only without a mask, because a layer's mask may hide the keys beyond
-    # its tables. Here they are checked always.
-    if attention_mask is not None and query.ndim == key.ndim == 4:
-        tables = {"position_embeddings": position_embeddings, "position_bias": position_bias}
-        check_table_lengths(tables, query.shape[2], key.shape[2], sliding_window, offset, later_rows, is_causal)
+    options: dict[str, Any] = {
+        "position_embeddings": position_embeddings,
+        "position_bias": position_bias,
+        "content_bias": content_bias,
+        "scaling": scaling,
+        "is_causal": is_causal,
+        "sliding_window": sliding_window,
+        "offset": offset,
+        "dropout": dropout,
+        "later_rows": later_rows,
+    }
+    if attention_mask is not None:
+        # Implementations check the lengths of tables only without a mask, because a layer's mask may hide the keys
+        # beyond its tables. Here they are checked always.
+        check_relative_call(query, key, value, **options, attention_mask=None)
     relative = any(term is not None for term in (position_embeddings, position_bias, content_bias))
     attend = RELATIVE_IMPLEMENTATIONS[resolve_relative(implementation, relative=relative)]
-    output, _ = attend(
-        query,
-        key,
-        value,
-        position_embeddings=position_embeddings,
-        position_bias=position_bias,
-        content_bias=content_bias,
-        scaling=scaling,
-        attention_mask=attention_mask,
-        is_causal=is_causal,
-        sliding_window=sliding_window,
-        offset=offset,
-        dropout=dropout,
-        later_rows=later_rows,
-    )
+    output, _ = attend(query, key, value, **options, attention_mask=attention_mask)
     return output
 
 

@@ -107,7 +107,7 @@ class RelativeChunk(NamedTuple):
         if seed is None:
             return None
         generator = torch.Generator(probs.device).manual_seed(int(seed) + self.queries.start)
-        kept = torch.rand(probs.shape, device=probs.device, generator=generator) >= dropout
+        kept = torch.rand(probs.shape, dtype=torch.float32, device=probs.device, generator=generator) >= dropout
         return kept.to(probs.dtype).div_((1 - dropout) or 1.0)
 
     def _position_scores(self, operands: Operands, query: Tensor) -> Tensor | None:

@@ -191,6 +191,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"input_ids": None, "encoder_outputs": (torch.zeros(2, 6, 48),), "attention_mask": torch.ones(2, 7)},
         r"attention_mask of shape \(2, 7\) does not fit 2 rows of 6 tokens; give one value for each token",
     ),
+    ({"decoder_attention_mask": torch.ones(2, 9)}, r"does not fit 2 rows of 5 tokens; give one value for each token"),
     (
         {"attention_mask": torch.ones(2, 1, 6, 6)},
         r"attention_mask of shape \(2, 1, 6, 6\) cannot serve both",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...masking import Structure
 from ...native_library import C_FLOATS, lanes, load_or_warn, usable_threads
-from .arguments import TABLES, ChunkedInputs, ChunkedSettings
+from .arguments import INTEGERS, TABLES, ChunkedInputs, ChunkedSettings
 from .composers.choice import compile_mode
 from .csrc.sources import PASSES
 from .distance_blocks import DistanceGrid
@@ -40,9 +40,11 @@ def runs_in_c(inputs: ChunkedInputs, settings: ChunkedSettings) -> bool:
     """Whether C code takes these arguments. It is compiled when this is first called for a kind of stage."""
     if compile_mode() == "0":
         return False
+    if not all(one is None or one.is_cpu or name in INTEGERS for name, one in inputs._asdict().items()):
+        return False  # PyTorch's operators tell which devices do not fit
     stages = stages_of(inputs, settings)
     tensors = [*inputs[:3], *(terms for stage in stages for terms in stage[:2] if terms is not None)]
-    if any(not one.is_cpu or one.dtype not in TYPES for one in tensors) or load_passes() is None:
+    if any(one.dtype not in TYPES for one in tensors) or load_passes() is None:
         return False
     if torch.float32.itemsize * inputs.query.shape[-1] > LARGEST_STACK:
         return False

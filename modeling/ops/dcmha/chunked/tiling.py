@@ -88,7 +88,7 @@ def composer_for(inputs: ChunkedInputs, structure: Structure) -> ChunkComposer:
     """The composer for a call, chosen by its number of (head, query, key) triples."""
     keys = _length(structure.reach(slice(0, structure.queries)))
     batch, heads = inputs.query.shape[:2]
-    return choose_composer(batch * heads * structure.queries * keys // 2)
+    return choose_composer(batch * heads * structure.queries * keys // 2)  # causality leaves about half of the pairs
 
 
 def read_item(inputs: ChunkedInputs, settings: ChunkedSettings, index: int, dtype: torch.dtype) -> Item:
@@ -100,7 +100,7 @@ def read_item(inputs: ChunkedInputs, settings: ChunkedSettings, index: int, dtyp
         _read_factors(inputs.pre_query, inputs.pre_key, inputs.pre_static, settings.pre_groups, index, dtype),
         _read_factors(inputs.post_query, inputs.post_key, inputs.post_static, settings.post_groups, index, dtype),
         None if inputs.mask is None else mask_of_item(inputs.mask, index),
-        None if inputs.first_keys is None else inputs.first_keys[index].to(inputs.query.device, torch.int64),
+        None if inputs.first_keys is None else inputs.first_keys[index].to(torch.int64),
     )
 
 
@@ -153,7 +153,7 @@ def query_chunks(structure: Structure, item: Item, composer: ChunkComposer, buff
             continue
         maps = memory[:, : _length(queries) * heads * _length(keys)].view(-1, _length(queries), heads, _length(keys))
         mask = None if item.mask is None else mask_of_chunk(item.mask, queries, keys)
-        first_keys = None if item.first_keys is None else item.first_keys[queries] - keys.start
+        first_keys = None if item.first_keys is None else (item.first_keys[queries] - keys.start).to(item.query.device)
         visibility = ChunkVisibility(structure, queries, keys, mask, first_keys)
         yield QueryChunk(visibility, list(maps), composer if _length(queries) == most else STEPWISE)
 

@@ -4,6 +4,7 @@ Keys are split over programs, each of which has all heads of its keys. Launches 
 may be captured in a CUDA graph. `DESIGN.md`, "Decoding", has the reasons.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from ..composition import Composition, list_tensors
 from .arguments import unspecialized
 from .devices import WARP
 from .kernels.registry import load_kernels
-from .matmuls import with_contiguous_rows
+from .matmuls import row_strides, with_contiguous_rows
 
 # How many programs a launch should have at least: splits times items.
 PROGRAMS = 528
@@ -198,7 +199,7 @@ def launch(
     common = {"heads": heads, "kv_heads": kv_heads, "width": width, "block_s": block_s, **sides}
     pre, post = (_constants(stage, count) | common for stage, count in zip(stages, groups, strict=True))
     scores, partial_lse, partial, output = _buffers(query, keys - first, splits)
-    query_strides, key_strides, value_strides = (rows.stride()[:3] for rows in (query, key, value))
+    query_strides, key_strides, value_strides = map(row_strides, (query, key, value))
     kernels["dcmha_decode_scores"][batch, splits](
         query,
         key,
@@ -251,6 +252,7 @@ def plan(batch: int, first: int, keys: int, blocks: tuple[int, ...]) -> tuple[Ca
     return CacheSizes(first, keys, of_split, splits=-(-counts[block_s] // of_split)), block_s
 
 
+@cache
 def tile_sides(
     heads: int, kv_heads: int, width: int, itemsize: int, *, paged: bool
 ) -> tuple[dict[str, int], tuple[int, ...]]:

@@ -159,6 +159,15 @@ def test_compiled_calls_take_tables() -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
 
 
+def test_a_table_needs_rows_only_for_the_keys_up_to_a_query_at_an_offset() -> None:
+    query, key, value = torch.randn(1, 4, 1, 8), *torch.randn(2, 1, 4, 16, 8)
+    bias = torch.randn(16, 4)
+    long, short = (dcmha_attention(query, key, value, position_bias=table, offset=2) for table in (bias, bias[:3]))
+    torch.testing.assert_close(short, long, atol=0, rtol=0)
+    with pytest.raises(ValueError, match="position_bias has 2 rows, but queries reach over 3 keys"):
+        dcmha_attention(query, key, value, position_bias=bias[:2], offset=2)
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"position_bias": torch.zeros(6, 4)}, "position_bias has 6 rows, but queries reach over 7 keys"),
     ({"position_gain": torch.zeros(7, 2)}, r"position_gain of shape \(7, 2\) must be \[L, 4\]"),

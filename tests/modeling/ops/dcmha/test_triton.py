@@ -24,6 +24,7 @@ from dynattn.modeling.ops.dcmha.triton.composers.head_by_head import HeadByHeadC
 from dynattn.modeling.ops.dcmha.triton.composers.tensor_cores import TensorCoreComposer
 from dynattn.modeling.ops.dcmha.triton.decode import _decode_op, _side
 from dynattn.modeling.ops.dcmha.triton.devices import shared_memory_of
+from dynattn.modeling.ops.dcmha.triton.kernels import registry
 from dynattn.modeling.ops.dcmha.triton.matrices import make_mixing, padded_terms
 from dynattn.modeling.ops.dcmha.triton.passes import composer_class_for
 from dynattn.modeling.ops.dcmha.triton.workspace import Workspace
@@ -225,6 +226,16 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.mark.parametrize(("family", "case"), COMPOSED_CASES, indirect=["family"])
 def test_output_and_all_gradients_equal_the_reference(case: Case) -> None:
     assert_equal_to_the_reference(case)
+
+
+@interpreted
+@pytest.mark.usefixtures("small", "family")
+def test_gradients_do_not_depend_on_the_default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert_equal_to_the_reference(CASES[0])
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @interpreted
@@ -772,6 +783,7 @@ def test_a_cpu_without_the_interpreter_is_an_error(monkeypatch: pytest.MonkeyPat
 
 
 def test_without_triton_the_op_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_all_kernels", registry._all_kernels.__wrapped__)  # the table is kept otherwise
     for name in [name for name in sys.modules if name.startswith(kernels.__name__ + ".")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)

@@ -421,6 +421,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"position_embeddings": random(4, 3, 4), "attention_mask": torch.ones(6, dtype=torch.bool)},
         "position_embeddings has 4 rows, but queries reach over 6 keys",
     ),
+    (
+        {"later_rows": "2", "attention_mask": torch.ones(6, dtype=torch.bool)},
+        "later_rows must be the number of rows for later keys, at least 0, not '2'",
+    ),
     ({"position_bias": random(8, 4)}, r"position_bias of shape \(8, 4\) must be \[L, 3\]"),
     ({"content_bias": random(3, 5)}, r"content_bias of shape \(3, 5\) must be \[3, 4\]"),
     ({"sliding_window": 0}, "sliding_window must be at least 1"),

@@ -39,8 +39,6 @@ class ChunkVisibility(NamedTuple):
 
     def hide_by_mask(self, scores: Tensor) -> None:
         """Adds the bias of an additive mask to scores `[c, H, n]` and sets those that it hides to minus infinity."""
-        if self.mask is None:
-            return
         visible, bias = split_mask(self.mask)
         scores = scores.transpose(0, 1)  # [H, c, n]
         if bias is not None:

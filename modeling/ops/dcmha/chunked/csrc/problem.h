@@ -87,6 +87,7 @@ static problem items_from(const problem *whole, long first, long count) {
     part.items = smaller(count, whole->items - first);
     return part;
 }
+
 INLINE long blocks_of(const problem *given) { return (given->keys + BLOCK_KEYS - 1) / BLOCK_KEYS; }
 INLINE long even_heads(const problem *given) { return (given->heads + 1) / 2 * 2; }
 INLINE long padded_width(const problem *given) { return (given->width + LANES - 1) / LANES * LANES; }

@@ -8,7 +8,7 @@
 #include "chunk.h"
 
 /* The number of neighbouring elements of a table that a tile can read: one for each difference of a key of its block
-   and a query of its chunk. */
+   and a query of its chunk, at `key - query + MAX_CHUNK`. Element 0 belongs to no pair. */
 #define STRIP (MAX_CHUNK + BLOCK_KEYS)
 
 /* The index in a head of a table for the first key of a block and the first query of a chunk. */

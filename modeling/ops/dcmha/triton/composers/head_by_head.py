@@ -104,15 +104,11 @@ class HeadByHeadComposer(KernelComposer):
             self.statics["pre_static"] += self.tables.static_gradient()
         return terms | self.statics
 
-    def _factors(self) -> list[tuple[str, Tensor | None]]:
-        """The names and the panels `[B, H, panels, terms, PANEL]` of all factors."""
-        return list(zip(Factors._fields, self.factors, strict=True))
-
     def _sums(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Zeros for the gradients of terms, `[B, length, H, terms]`, and of static matrices, `[heads, heads]`."""
         sums = {
             name: terms.new_zeros(terms.shape[0], terms.shape[2] * terms.shape[4], terms.shape[1], terms.shape[3])
-            for name, terms in self._factors()
+            for name, terms in self.factors._asdict().items()
             if terms is not None
         }
         statics = {"pre_static": self.pre_static, "post_static": self.post_static}

@@ -86,7 +86,9 @@ class TensorCoreComposer(KernelComposer):
                 batch, *others = terms.shape
                 slots = (self._slots(f"dcmha_matrix_backward_{name.split('_')[0]}"),) if "key" in name else ()
                 shapes[name] = torch.Size((batch, *slots, *others))
-        return {name: torch.zeros(shape, device=self.work.device) for name, shape in shapes.items()}
+        return {
+            name: torch.zeros(shape, dtype=torch.float32, device=self.work.device) for name, shape in shapes.items()
+        }
 
     def _launch(self, name: str, chunk: MapChunk, tables: ColumnTables, *arguments: Any, **constants: int) -> None:
         """Launches a kernel on all patches of a chunk, with its own arguments and those that all kernels have."""

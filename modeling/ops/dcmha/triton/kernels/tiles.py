@@ -1,8 +1,7 @@
 """The parts of the kernels in `head_by_head`: tiles `[block_t, block_s]` of one head, and their composition.
 
-Parts that belong together are tuples. A stage is `(down, up, gate)`, each of
-which is (terms of queries, terms of keys). A term is (its side, see `_side`; its offset in a panel). The tuples of
-`arguments` are passed as they are.
+Parts that belong together are tuples. A stage is `(down, up, gate)`, each of which is (terms of queries, terms of
+keys). A term is (its side, see `_side`; its offset in a panel). The tuples of `arguments` are passed as they are.
 """
 
 from typing import NamedTuple
