@@ -70,7 +70,7 @@ def run_preset_in_workers(argv: Sequence[str], arguments: BenchmarkArguments, fo
     if END not in os.environ:
         for part in chosen_parts(arguments):
             make_output(folder, folder / part.name / RECORD, arguments)
-        with FolderLock(folder / LOCK):
+        with disk_errors_explained(folder), FolderLock(folder / LOCK):
             if arguments.overwrite:
                 forget_parts(arguments, folder)
             return run_workers(argv, SECONDS)

@@ -55,7 +55,8 @@ def compare_variants(
     if not arguments.redraw:
         with lock_of(output):
             record = make_runs(arguments, variants, output)
-        write_record(output, {**record, "command": command, "quoted": quoted})
+            write_record(output, {**record, "command": command, "quoted": quoted})
+            return draw(output, table, draw_arms, PLOT)
     return draw(output, table, draw_arms, PLOT)
 
 
@@ -215,6 +216,6 @@ def command_of(arguments: CompareArguments) -> str:
         common = arguments.common if isinstance(arguments.common, str) else json.dumps(arguments.common)
         words += ["--common", common]
     if arguments.learning_rates:
-        words += ["--learning_rates", *(f"{rate:g}" for rate in arguments.learning_rates)]
+        words += ["--learning_rates", *map(str, arguments.learning_rates)]
         words += ["--tuning_seed", str(arguments.tuning_seed)]
     return join(words)

@@ -2,11 +2,13 @@
 
 import json
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..common.atomic_file import partial_path, read_json, without_nan, write_json, write_whole
+from ..common.disk_errors import disk_errors_explained
 from ..common.environment import NOT_STORED, source_commit
 from ..common.errors import UserError, refusal_of
 from ..common.folder_lock import FolderLock
@@ -17,14 +19,21 @@ SETTINGS, RECORD, TABLE, LOCK = "study.json", "record.json", "table.md", ".lock"
 ABSENT, TOLD = "absent", 3
 
 
-def lock_of(output: Path) -> FolderLock:
-    """The lock of a study's folder, to be held while runs are made.
+@contextmanager
+def lock_of(output: Path) -> Iterator[None]:
+    """Holds the lock of a study's folder in the block, in which runs are made.
 
     Raises:
-        UserError: there can be no such folder.
+        UserError: there can be no such folder, it cannot be written, or another process holds it.
     """
     resolve_folder(str(output))
-    return FolderLock(output / LOCK)
+    lock = FolderLock(output / LOCK)
+    try:
+        with disk_errors_explained(output):
+            lock.take()
+        yield
+    finally:
+        lock.release()
 
 
 def claim(output: Path, settings: Mapping[str, Any], study: str) -> None:

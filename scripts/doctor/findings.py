@@ -70,8 +70,7 @@ def _extra_of(requirement: Requirement) -> str | None:
 
 
 def _package(requirement: Requirement, extra: str | None) -> Finding:
-    target = "dynattn" if extra is None else f"dynattn[{extra}]"
-    fix = f"pip install '{target}'" if extra else f"pip install '{requirement.name}{requirement.specifier}'"
+    fix = f"pip install 'dynattn[{extra}]'" if extra else f"pip install '{requirement.name}{requirement.specifier}'"
     absent: Literal["missing", "fails"] = "missing" if extra else "fails"
     subject = requirement.name + (f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else "")
     try:

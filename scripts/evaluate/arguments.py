@@ -139,6 +139,8 @@ class EvaluateArguments:
         given = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
         if unread := [name for name in UNREAD.get(self.kind, ()) if name in given]:
             raise UserError(f"{self.kind} has no {', '.join(unread)}; leave it out")
+        if self.tasks is not None and self.suite != "builtin":
+            raise UserError(f"tasks={self.tasks} and suite={self.suite} exclude each other; give one")
         if "text_column" in given and self.dataset is None:
             raise UserError(f"text_column={self.text_column} is of --dataset FILE; give one, or leave it out")
 

@@ -1,6 +1,6 @@
 """Scores a checkpoint with lm-eval-harness, or several on texts of your own.
 
-Run: `dynattn evaluate CHECKPOINT [--suite builtin|dcformer|pythia] [--tasks NAME ...] [--output DIR]`
+Run: `dynattn evaluate CHECKPOINT [--suite builtin|dcformer|pythia | --tasks NAME ...] [--output DIR]`
      `dynattn evaluate CHECKPOINT --dataset FILE [--others CHECKPOINT ...] [--output DIR]`
      `dynattn evaluate CHECKPOINT --suite long [--rope_parameters JSON | --others CHECKPOINT ...] [--output DIR]`
 """

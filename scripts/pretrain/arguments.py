@@ -43,6 +43,12 @@ class PretrainArguments(RangedOptions):
         return {name: parse_source(name, options) for name, options in self.mixture.items()}
 
     @property
+    def continuing_command(self) -> str:
+        """The command that goes on from the newest checkpoint, in words."""
+        is_repeatable = self.resume in ("auto", "intact") and not self.overwrite
+        return "the same command" if is_repeatable else "the same command without --resume and --overwrite"
+
+    @property
     def has_source_epochs(self) -> bool:
         """Whether all sources have `epochs`, which then decide how many sequences a run of one epoch reads."""
         return all(source.epochs is not None for source in self.sources.values())
@@ -78,6 +84,8 @@ class PretrainArguments(RangedOptions):
             raise UserError(f"init_from={self.init_from} already fixes the model; leave out {', '.join(fresh)}")
         if not self.resume:
             raise UserError("resume is empty; give auto, intact, never or the folder of a checkpoint")
+        if self.price_per_gpu_hour is not None and not self.dry_run:
+            raise UserError(f"price_per_gpu_hour={self.price_per_gpu_hour} is for dry_run; give both")
         self._check_sources()
         self._check_carried_memory()
         self._check_streaming()
@@ -160,6 +168,11 @@ class PretrainArguments(RangedOptions):
                 raise UserError(f"streaming reads one dataset from its start; leave out {option} or streaming")
         if self.packing != "concatenate" or self.max_steps is None:
             raise UserError("a stream has no known end: give max_steps, and packing: concatenate")
+        if self.validation_dataset is not None and is_indexed(self.validation_dataset):
+            raise UserError(
+                f"streaming validates on documents, and validation_dataset={self.validation_dataset} holds tokens; "
+                "give documents"
+            )
 
     def _check_conversations(self) -> None:
         """Refuses to train a tokenizer on what cannot be read twice, and a template without conversations."""
@@ -170,6 +183,10 @@ class PretrainArguments(RangedOptions):
         indexed = [source.dataset for source in self.sources.values() if is_indexed(source.dataset)]
         if self.chat_column and indexed:
             raise UserError(f"{indexed[0]} holds tokens, and chat_column={self.chat_column} is of texts; leave it out")
+        if self.chat_column and self.text_column != "text":
+            raise UserError(
+                f"chat_column={self.chat_column} and text_column={self.text_column} exclude each other; give one"
+            )
         if self.chat_template and not self.chat_column:
             raise UserError(f"chat_template={self.chat_template} needs conversations; name their chat_column")
 

@@ -100,9 +100,11 @@ class Guard:
         on_all(self.run.path, lambda: keep_batch(bad, batches, accelerator.process_index))
         progress.bad_updates += 1
         if choice == "stop" or progress.bad_updates > self.arguments.max_bad_updates:
+            most = self.arguments.max_bad_updates
+            other = "give on_bad_update: skip or rollback" if choice == "stop" else f"raise max_bad_updates={most}"
             raise DivergedError(
                 f"{bad.describe()}; training stopped; {self.last_checkpoint()}; lower learning_rate or max_grad_norm, "
-                "or lengthen warmup_steps, in a new run, or give on_bad_update: skip or rollback"
+                f"or lengthen warmup_steps, in a new run, or {other}"
             )
         logger.warning("%s; %s", bad.describe(), choice)
         if choice == "rollback":

@@ -234,8 +234,16 @@ def save_final(trainer: Trainer, result: Result) -> None:
     weights = trainer.engine.full_weights(trainer.model)
     if trainer.average is not None:
         with trainer.average.in_place(accelerator.unwrap_model(trainer.model)):
-            averages = trainer.engine.full_weights(trainer.model)
-            on_main(accelerator, run.path, lambda: save_model(trainer, partial_path(run.average), averages, result))
+            averages, scored = trainer.engine.full_weights(trainer.model), trainer.measure_validation()
+            averaged = dataclasses.replace(
+                result,
+                model=run.average,
+                train_loss=None,
+                validation_loss=scored.loss,
+                perplexity=scored.perplexity,
+                bits_per_byte=scored.bits_per_byte,
+            )
+            on_main(accelerator, run.path, lambda: save_model(trainer, partial_path(run.average), averages, averaged))
 
     def save() -> None:
         save_model(trainer, partial, weights, result)

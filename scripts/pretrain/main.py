@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     except StoppedError:
         raise
     except KeyboardInterrupt as interrupt:
-        left = "the same command continues from the newest checkpoint"
+        left = f"{arguments.continuing_command} continues from the newest checkpoint"
         raise StoppedError(signal.SIGINT, left) from interrupt
     if is_first_process():
         print(summary)

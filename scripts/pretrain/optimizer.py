@@ -110,8 +110,6 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
 def moment_bytes(model: nn.Module, arguments: PretrainArguments) -> int:
     """Bytes of the optimizer's state: two float32 moments of each weight, or Muon's one."""
     groups = parameter_groups(model, arguments)
-    return sum(_elements(group["params"]) * 4 * (1 if group["orthogonalize"] else 2) for group in groups)
-
-
-def _elements(weights: Sequence[Tensor]) -> int:
-    return sum(weight.numel() for weight in weights)
+    return sum(
+        weight.numel() * 4 * (1 if group["orthogonalize"] else 2) for group in groups for weight in group["params"]
+    )

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..common.atomic_file import read_json, write_json
 from ..common.errors import UserError
-from ..common.launcher import is_first_process, is_only_process
+from ..common.launcher import is_only_process
 from .arguments import PretrainArguments
 from .guard import DivergedError
 from .job import pretrain
@@ -58,9 +58,15 @@ def run_sweep(arguments: PretrainArguments) -> str:
         For the terminal: a table of the losses, and the line with the best value for a recipe.
 
     Raises:
-        UserError: `output` holds a sweep with other settings or of other texts, or a run is refused.
+        UserError: `output` holds a sweep with other settings or of other texts, a run is refused, or torchrun has
+            started several processes.
         StoppedError: a signal or `max_seconds` ended the sweep; the same command continues it.
     """
+    if not is_only_process():
+        raise UserError(
+            "a sweep makes one run after the other, and torchrun has started several processes; start it without "
+            "torchrun (--sweep_workers makes several runs at a time)"
+        )
     sweep, folder, started = Sweep.parse(arguments.sweep or ""), Path(arguments.output), time.monotonic()
     record = folder / "sweep.json"
     settings = {name: value for name, value in asdict(arguments).items() if name not in FREE_SETTINGS}
@@ -72,11 +78,9 @@ def run_sweep(arguments: PretrainArguments) -> str:
     left = {value: partial(run_one, arguments, sweep.name, value, folder, started) for value in sweep.values}
     for outcome in make_runs({value: run for value, run in left.items() if value not in known}, arguments):
         known[outcome.value] = outcome
-        if is_first_process():
-            write_json(record, {"settings": settings, "runs": [asdict(one) for one in known.values()]}, indent=1)
+        write_json(record, {"settings": settings, "runs": [asdict(one) for one in known.values()]}, indent=1)
     outcomes = [known[value] for value in sweep.values]
-    if is_first_process():
-        draw(sweep, outcomes, folder / "sweep.png")
+    draw(sweep, outcomes, folder / "sweep.png")
     return "\n".join([*table(sweep, outcomes), f"plot: {folder / 'sweep.png'}", recipe_line(sweep, outcomes)])
 
 
@@ -84,17 +88,12 @@ def make_runs(runs: Mapping[float, Callable[[], Outcome]], arguments: PretrainAr
     """Makes the runs, with several `sweep_workers` in processes of their own, and yields each outcome as a run ends.
 
     Raises:
-        UserError: a run is refused, or torchrun has started several processes as well.
+        UserError: a run is refused.
         StoppedError: a signal or `max_seconds` ended one of them.
     """
     if arguments.sweep_workers == 1:
         yield from (run() for run in runs.values())
         return
-    if not is_only_process():
-        raise UserError(
-            f"sweep_workers={arguments.sweep_workers} starts processes of its own, and torchrun has started others; "
-            "leave one of them out"
-        )
     folder = Path(arguments.output)
     tasks = {value: SweepTask(run, folder / f"{value:g}.log") for value, run in runs.items()}
     for value, outcome in run_tasks(tasks, arguments.sweep_workers):
@@ -118,8 +117,7 @@ def run_one(arguments: PretrainArguments, name: str, value: float, folder: Path,
         "token_cache": arguments.token_cache or (None if arguments.streaming else str(folder / "token_cache")),
         "max_seconds": None if limit is None else max(1.0, limit - (time.monotonic() - started)),
     }
-    if is_first_process():
-        print(f"\n{name}: {value:g}", flush=True)
+    print(f"\n{name}: {value:g}", flush=True)
     try:
         return Outcome(value, pretrain(replace(arguments.of_sweep(name, value), **changes)).validation_loss)
     except DivergedError as error:

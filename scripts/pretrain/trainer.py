@@ -98,7 +98,7 @@ class Trainer:
                 if self.stop_requested:
                     self._stop()
         self.checkpoints.finish()
-        validation = validation or self._measure_validation()
+        validation = validation or self.measure_validation()
         self.signals.react(after_update=False)
         return validation
 
@@ -119,9 +119,9 @@ class Trainer:
 
         Without `position_sampling` and the length warmup it is returned as it is.
         """
-        accelerator, size = self.accelerator, self.arguments.batch_size
-        passes = self.progress.data_step * self.arguments.gradient_accumulation_steps + index
-        first = (passes * accelerator.num_processes + accelerator.process_index) * size
+        accelerator = self.accelerator
+        passed = (index * accelerator.num_processes + accelerator.process_index) * self.arguments.batch_size
+        first = int(self.plan.order.places(self.progress.data_step)[passed])
         return self.plan.lengths.cut(self.plan.positions.draw(batch, first), self.progress.step)
 
     def _update(self, batches: list[Batch]) -> tuple[float, float]:
@@ -230,7 +230,7 @@ class Trainer:
 
     def _validate(self) -> Validation:
         """Scores the held-out text and writes the result to the metrics."""
-        validation = self._measure_validation()
+        validation = self.measure_validation()
         if not math.isfinite(validation.loss):
             raise DivergedError(
                 f"the validation loss after update {self.progress.step} is {validation.loss}, so training stopped; "
@@ -247,7 +247,7 @@ class Trainer:
         if self.average is None:
             return {}
         with self.average.in_place(self.accelerator.unwrap_model(self.model)):
-            return {"average_loss": self._measure_validation().loss}
+            return {"average_loss": self.measure_validation().loss}
 
     def _log_health(self) -> None:
         """Writes `measure_health` of the first held-out sequence to the metrics, if the model composes heads."""
@@ -264,7 +264,7 @@ class Trainer:
         progress = self.progress
         return 0 < progress.step != progress.validated and self._due(self.arguments.eval_every)
 
-    def _measure_validation(self) -> Validation:
+    def measure_validation(self) -> Validation:
         """Scores the held-out text with an empty memory."""
         memory = self.plan.memory.empty_copy()
         return validate(self.engine, self.model, self._held_out(), self.arguments.batch_size, memory)
@@ -286,10 +286,7 @@ class Trainer:
     def _stop(self) -> None:
         """Ends the run after an update that has been saved; all processes raise the number of the same signal."""
         self.checkpoints.finish()
-        arguments = self.arguments
-        is_repeatable = arguments.resume in ("auto", "intact") and not arguments.overwrite
-        how = "the same command" if is_repeatable else "the same command without --resume and --overwrite"
-        number = max(gather_object([self.signals.requested]))
+        number, how = max(gather_object([self.signals.requested])), self.arguments.continuing_command
         raise StoppedError(number, f"update {self.progress.step} is finished and saved, and {how} continues from there")
 
     def _due(self, every: int) -> bool:

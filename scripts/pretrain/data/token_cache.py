@@ -64,7 +64,9 @@ def _make(entry: Path, dataset: Dataset, encoder: Encoder, workers: int, identit
         if entry.exists():
             return
         write_stream(dataset, encoder, partial, workers, identity)
-        write_json(partial / FILES, checksums.measure_files(partial, partial.iterdir()))
+        # An earlier process may have died here, and left its checksums.
+        made = [file for file in partial.iterdir() if FILES not in file.name]
+        write_json(partial / FILES, checksums.measure_files(partial, made))
         put_in_place(partial, entry)
     finally:
         lock.release()
@@ -77,7 +79,7 @@ def _check(entry: Path, identity: dict[str, str]) -> None:
         damage = checksums.find_damage(entry, json.loads((entry / FILES).read_text()))
     except (OSError, ValueError, AttributeError):
         stored, damage = {}, "its description is missing or cannot be read"
-    others = [f"{name} {stored.get(name)} instead of {value}" for name, value in identity.items()]
-    others = [other for other, name in zip(others, identity, strict=True) if stored.get(name) != identity[name]]
+    differing = {name: value for name, value in identity.items() if stored.get(name) != value}
+    others = [f"{name} {stored.get(name)} instead of {value}" for name, value in differing.items()]
     if damage := damage or ", ".join(others):
         raise UserError(f"the cached tokens in {entry} cannot be used: {damage}; delete that folder to make them anew")

@@ -70,7 +70,7 @@ def write_stream(
         bar = stack.enter_context(tqdm(initial=written.tokens, unit=" tokens", unit_scale=True, desc="tokenizing"))
         rest = dataset.select(range(written.documents, len(dataset)))
         noted = written.documents
-        for batch in encode_all(rest, encoder, workers):
+        for batch in encode_batches(iterate_texts(rest), encoder, workers):
             for name, file in files.items():
                 file.write(batch.column(name).tobytes())
             written.add(batch)
@@ -81,11 +81,6 @@ def write_stream(
     _finish(folder, written, identity or {})
     seconds = time.perf_counter() - started
     logger.info("%d tokens in %.0f s, %.0f a second", written.tokens, seconds, (written.tokens - before) / seconds)
-
-
-def encode_all(dataset: Dataset, encoder: Encoder, workers: int) -> Iterator[Encoded]:
-    """The documents of `dataset` in order, as batches of tokens; `workers` processes make them, or this one if 0."""
-    return encode_batches(iterate_texts(dataset), encoder, workers)
 
 
 def encode_batches(batches: Iterator[list[str]], encoder: Encoder, workers: int) -> Iterator[Encoded]:

@@ -177,7 +177,7 @@ def verify(path: Path) -> None:
         older = [other for other in list_checkpoints(path.parent) if step_of(other) < step_of(path)]
         intact = next((other for other in reversed(older) if find_damage(other) is None), None)
         fix = (
-            f"resume from {intact} instead, or --resume intact"
+            f"take {intact} instead, as dynattn pretrain does with --resume intact"
             if intact
             else "no older checkpoint is intact, so start anew"
         )

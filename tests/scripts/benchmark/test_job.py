@@ -24,6 +24,7 @@ from dynattn.scripts.benchmark.report import plots
 from dynattn.scripts.benchmark.report.tables import format_record
 from dynattn.scripts.benchmark.subjects import attention
 from dynattn.scripts.benchmark.subjects.selection import SUBJECTS
+from dynattn.scripts.common import figures
 from dynattn.scripts.common.folder_lock import FolderLock
 
 
@@ -74,7 +75,7 @@ def test_a_second_command_measures_only_what_the_record_lacks(
     assert [case["shape"]["length"] for case in record["cases"]] == [16, 16, 24, 24]
     capsys.readouterr()
     with monkeypatch.context() as patched:
-        patched.delattr(attention, "make_inputs")  # which takes long, and is not called for what is there
+        patched.delattr(attention, "inputs_of")  # which takes long, and is not called for what is there
         assert run_benchmark(tmp_path, *options, "sdpa", "--resume") == (0, record)
     assert "is complete, so nothing is measured" in capsys.readouterr().out
     assert cli.main(["benchmark", "--output", str(tmp_path), "--rounds", "2", *options, "eager", "--resume"]) == 2
@@ -303,7 +304,8 @@ def test_a_machine_without_matplotlib_measures_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, plots.__name__)
+    for module in (plots, figures):
+        monkeypatch.delitem(sys.modules, module.__name__)
     options = ("--subjects", "decode", "--shapes", "2x8@16", "--implementations", "sdpa,chunked")
     status, _ = run_benchmark(tmp_path, *options)
     assert status == 0

@@ -248,6 +248,7 @@ def test_what_cannot_be_read_is_told_with_its_place(name: str, content: bytes, m
         (["--dataset", "missing.jsonl"], "must be a file that ends in .txt"),
         (["--dataset", "texts.csv"], "must be a file that ends in .txt"),
         (["--dataset", "texts.jsonl", "--tasks", "x"], "exclude each other"),
+        (["--suite", "pythia", "--tasks", "x"], "tasks=['x'] and suite=pythia exclude each other; give one"),
         (["--others", "x"], "are compared on --dataset FILE"),
         (["--dataset", "texts.jsonl"], "has no column 'text' but ['words']"),
         (["--dataset", "broken.jsonl"], "cannot read broken.jsonl"),

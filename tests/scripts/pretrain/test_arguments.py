@@ -42,6 +42,12 @@ def test_options_override_the_file_and_are_converted(tmp_path: Path):
         ("--dataloader_workers 100000", "dataloader_workers=100000 must be at most 1024"),
         ("--tokenizer_workers 2000000", "tokenizer_workers=2000000 must be at most 1024"),
         ("--max_steps 3 --epochs 1", "exclude each other"),
+        ("--price_per_gpu_hour 2", "price_per_gpu_hour=2.0 is for dry_run; give both"),
+        ("--tokenizer t --chat_column a --text_column b", "chat_column=a and text_column=b exclude each other"),
+        (
+            "--streaming --max_steps 3 --validation_dataset a.idx",
+            "validation_dataset=a.idx holds tokens",
+        ),
         ("--weight_decay 1e20", "weight_decay=1e+20 times the learning rate 0.001 must be below 1"),
         ("--max_steps 3 --warmup_steps 3", "warmup_steps=3 must be below max_steps=3"),
         ("--init_from a --model_type llama", "already fixes the model"),

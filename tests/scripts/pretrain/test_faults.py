@@ -86,7 +86,7 @@ def test_data_that_is_deleted_is_prepared_again_and_compared(
 @pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "link to nothing", "link to another file"])
 def test_a_damaged_checkpoint_is_named_with_the_one_to_use(name: str, damage: str, output: Path, corpus: Path):
     damage_file(output / "checkpoints" / "step-000008" / name, damage)
-    with pytest.raises(UserError, match=rf"step-000008 is damaged: {name}.*; resume from .*step-000004 instead"):
+    with pytest.raises(UserError, match=rf"step-000008 is damaged: {name}.*; take .*step-000004 instead"):
         run(output, corpus)
 
 

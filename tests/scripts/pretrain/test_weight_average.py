@@ -42,6 +42,8 @@ def test_averages_are_saved_scored_resumed_and_exported(corpus: Path, tmp_path: 
         assert not torch.equal(averages[name], weights[name]), name
         assert torch.equal(exported[name], expected), name
         assert torch.equal(own[name], weights[name]), name
+    last = curve(output, "average_loss", split="validation")[-1][0]
+    assert f"{last:.4f}" in (output / "model_average" / "README.md").read_text()
     assert curve(output, "loss", "average_loss") == curve(straight, "loss", "average_loss")
     assert all(loss is not None for (loss,) in curve(output, "average_loss", split="validation"))
     consolidate(ConsolidateArguments(str(output), str(tmp_path / "average"), average=True))

@@ -60,8 +60,9 @@ def test_a_sequence_has_the_same_positions_in_any_process() -> None:
     assert torch.equal(sampler.draw({"input_ids": IDS[:1]}, first=8)["position_ids"], whole[2:])
 
 
+@pytest.mark.parametrize("skipped", [0, 5])
 def test_every_sequence_of_a_run_has_its_own_place(
-    monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path
+    skipped: int, monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path
 ) -> None:
     firsts: list[int] = []
     draw = PositionSampler.draw
@@ -72,8 +73,9 @@ def test_every_sequence_of_a_run_has_its_own_place(
 
     monkeypatch.setattr(PositionSampler, "draw", watch)
     options = {"position_sampling": "subset", "position_limit": 99, "batch_size": 2, "gradient_accumulation_steps": 2}
+    options |= {"skip_sequences": skipped}
     run(tmp_path / "run", corpus, model_type="dcformer", model_config=SMALL, max_steps=3, **options)
-    assert firsts == [0, 2, 4, 6, 8, 10]
+    assert firsts == [skipped + place for place in (0, 2, 4, 6, 8, 10)]
 
 
 def test_a_run_with_random_positions_resumes_bit_for_bit(corpus: Path, tmp_path: Path) -> None:

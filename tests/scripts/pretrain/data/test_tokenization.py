@@ -12,11 +12,11 @@ from cases.training import curve, run
 from datasets import Dataset
 
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.pretrain.data import documents, tokenization
+from dynattn.scripts.pretrain.data import documents, token_cache, tokenization
 from dynattn.scripts.pretrain.data.document_encoders import Encoded, Encoder, TextEncoder
 from dynattn.scripts.pretrain.data.token_cache import write_cached
 from dynattn.scripts.pretrain.data.token_stream import TokenStream
-from dynattn.scripts.pretrain.data.tokenization import encode_all, write_stream
+from dynattn.scripts.pretrain.data.tokenization import encode_batches, write_stream
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 
 TEXTS = [f"document {number} says {'x' * (number % 7)}" for number in range(57)]
@@ -87,7 +87,7 @@ def test_what_was_lost_with_a_crash_is_made_again(name: str, encoder: TextEncode
 
 @pytest.mark.slow
 def test_processes_make_the_same_tokens_in_the_same_order(encoder: TextEncoder):
-    ours, theirs = (list(encode_all(DATASET, encoder, workers)) for workers in (2, 0))
+    ours, theirs = (list(encode_batches(documents.iterate_texts(DATASET), encoder, workers)) for workers in (2, 0))
     assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -114,6 +114,20 @@ def test_a_cache_entry_that_was_interrupted_is_continued(encoder: TextEncoder, t
         else:
             write_cached(DATASET, half, tmp_path / "one", cache=tmp_path / "c", workers=0, identity=IDENTITY)
             assert half.left == 0
+
+
+def test_a_cache_entry_that_was_interrupted_before_it_was_moved_is_finished(
+    encoder: TextEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupt(partial: Path, entry: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(token_cache, "put_in_place", interrupt)
+        write_cached(DATASET, encoder, tmp_path / "one", cache=tmp_path / "c", workers=0, identity=IDENTITY)
+    write_cached(DATASET, encoder, tmp_path / "one", cache=tmp_path / "c", workers=0, identity=IDENTITY)
+    write_cached(DATASET, encoder, tmp_path / "two", cache=tmp_path / "c", workers=0, identity=IDENTITY)
+    assert list(content(tmp_path / "one")) == list(content(tmp_path / "two"))
 
 
 @pytest.mark.parametrize(
