@@ -28,6 +28,8 @@ IGNORED_OF_DEEPSPEED = {
     LAUNCHED_ACCUMULATION: ("gradient_accumulation_steps", "1"),
 }
 LAUNCHED_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
+LAUNCHED_PRECISION = "ACCELERATE_MIXED_PRECISION"
+LAUNCHED_COMPILER = "ACCELERATE_DYNAMO_BACKEND"
 
 
 def build_engine(arguments: PretrainArguments, accelerator: Accelerator, launched: str | None) -> Engine:
@@ -37,8 +39,9 @@ def build_engine(arguments: PretrainArguments, accelerator: Accelerator, launche
         launched: the result of `launched_engine`, which must be called before the accelerator is built.
 
     Raises:
-        UserError: `--engine` contradicts the launcher, or the processes cannot be divided as asked for.
+        UserError: the arguments contradict the launcher, or the processes cannot be divided as asked for.
     """
+    check_launcher(arguments, os.environ)
     name = arguments.engine or launched or "ddp"
     if launched not in (None, name):
         raise UserError(
@@ -53,6 +56,21 @@ def build_engine(arguments: PretrainArguments, accelerator: Accelerator, launche
     if name.startswith("zero"):
         return build_zero(name, arguments, accelerator)
     return ShardedEngine(name, accelerator, shards_of(name, arguments, accelerator.num_processes))
+
+
+def check_launcher(arguments: PretrainArguments, environment: Mapping[str, str]) -> None:
+    """Refuses settings of `accelerate launch` which the arguments of the run decide, unless they say the same or no."""
+    precision = environment.get(LAUNCHED_PRECISION, "no").lower()
+    if precision not in ("no", arguments.mixed_precision):
+        raise UserError(
+            f"`accelerate launch` is configured for mixed_precision={precision}, and the run for "
+            f"{arguments.mixed_precision}; give --mixed_precision to dynattn pretrain"
+        )
+    if (compiler := environment.get(LAUNCHED_COMPILER, "no").lower()) != "no":
+        raise UserError(
+            f"`accelerate launch` is configured for dynamo_backend={compiler}; leave it out, and give --compile to "
+            "dynattn pretrain"
+        )
 
 
 def launched_engine(environment: Mapping[str, str]) -> str | None:

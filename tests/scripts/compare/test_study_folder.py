@@ -114,6 +114,6 @@ def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "study").write_text("mine")
     with pytest.raises(UserError, match=r"cannot write into .*study: File exists; give another --output"):
         claim(tmp_path / "study", variants(), "comparison")
-    with pytest.raises(UserError, match=r"cannot write into .*study: File exists"), lock_of(tmp_path / "study"):
+    with pytest.raises(UserError, match="study: File exists"), lock_of(tmp_path / "study"):
         pass
     assert (tmp_path / "study").read_text() == "mine"

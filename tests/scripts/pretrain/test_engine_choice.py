@@ -66,6 +66,13 @@ def test_engines_that_cannot_be_are_one_clear_error(tmp_path: Path, monkeypatch:
     given = arguments(tmp_path, tmp_path, engine="ddp")
     with pytest.raises(UserError, match="engine=ddp, but `accelerate launch` is configured for fsdp2"):
         build_engine(given, processes(2), "fsdp2")
+    for variable, value, told in (
+        ("ACCELERATE_MIXED_PRECISION", "bf16", "mixed_precision=bf16, and the run for no; give --mixed_precision to"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "dynamo_backend=inductor; leave it out, and give --compile to"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(UserError, match=told):
+            patch.setenv(variable, value)
+            build_engine(given, processes(2), None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(UserError, match="shard_processes=3 does not divide the 4 processes of engine=hsdp"):
         shards_of("hsdp", given, 4)
