@@ -359,9 +359,10 @@ def test_what_appears_meanwhile_is_not_replaced(
 ) -> None:
     other = tmp_path / "ours" / "config.json"
 
-    def write_there(*_: object) -> None:
+    def write_there(*_: object) -> str:
         other.parent.mkdir()
         other.write_text("{}")
+        return "checked"
 
     monkeypatch.setattr(Conversion, "verify", write_there)
     assert "exists; give another folder" in refusal(capsys, "official", official, other.parent)
