@@ -38,7 +38,7 @@ Milliseconds between two tokens: the median of each answer, then of {rounds} rou
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and writes the record and the table."""
     defaults = {"rounds": 9, "context": 1024, "new": 40, "layers": 6, "heads": 16, "width": 64, "threads": 1}
-    report(argv, __doc__, "generate_report", defaults, measure_all, format_table)
+    report(argv, __doc__, "generate_report", defaults, measure, format_table)
     return 0
 
 
@@ -84,11 +84,6 @@ def report(
     print(format_table(record))
 
 
-def measure_all(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Milliseconds per token of all models in each round."""
-    return measure(make_models(options), options)
-
-
 def make_models(options: argparse.Namespace) -> dict[str, PreTrainedModel]:
     """A Llama, the DCFormer that equals it without composition, and one with all dynamic terms."""
     hidden = options.heads * options.width
@@ -108,8 +103,9 @@ def make_models(options: argparse.Namespace) -> dict[str, PreTrainedModel]:
     }
 
 
-def measure(models: dict[str, PreTrainedModel], options: argparse.Namespace) -> dict[str, list[float]]:
+def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     """Milliseconds per token of each model in each round, after a round that is not counted."""
+    models = make_models(options)
     prompt = torch.randint(8192, (1, options.context), generator=torch.Generator().manual_seed(1))
     samples: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(1 + options.rounds):

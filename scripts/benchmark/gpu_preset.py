@@ -44,7 +44,19 @@ OURS = ["triton", "chunked"]
 FUSED_PLAIN = ["sdpa", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"]
 WINDOWED_PLAIN = ["flex", "sdpa", "sdpa-efficient", "sdpa-cudnn"]  # PyTorch's FlashAttention takes no window
 OFFICIAL = ["official", "official-compiled"]
-DECODING = ["triton-graph", "triton", "chunked", "sdpa-graph", "sdpa", "official"]
+# Arguments that several parts share.
+DECODING: dict[str, Any] = {
+    "subjects": ["decode"],
+    "shapes": ["16x64@2048", "32x128@2048", "32x128@8192"],
+    "implementations": ["triton-graph", "triton", "chunked", "sdpa-graph", "sdpa", "official"],
+}
+TRAINING: dict[str, Any] = {
+    "subjects": ["training"],
+    "implementations": ["triton", "sdpa"],
+    "rounds": 5,
+    "layers": 24,
+    "vocabulary": 50256,
+}
 
 
 @dataclass(frozen=True)
@@ -55,64 +67,58 @@ class PresetPart:
     options: dict[str, Any]
 
 
+def _part(name: str, **options: Any) -> PresetPart:
+    """A part with these arguments."""
+    return PresetPart(name, options)
+
+
 GPU = (
-    PresetPart(
+    _part(
         "correctness",
-        {"subjects": ["attention"], "shapes": ["16x64@500", "32x128@300"], "dtype": "float32", "rounds": 1}
-        | {"implementations": ["eager", *OURS, "sdpa"], "batch_size": 2},
+        subjects=["attention"],
+        shapes=["16x64@500", "32x128@300"],
+        implementations=["eager", *OURS, "sdpa"],
+        dtype="float32",
+        rounds=1,
+        batch_size=2,
     ),
-    PresetPart(
+    _part(
         "correctness-tuned",
-        {"subjects": ["attention"], "shapes": ["8x64@500", "16x64@500", "32x128@300"], "rounds": 1, "batch_size": 2}
-        | {"implementations": ["eager", *OURS, "sdpa"]},
+        subjects=["attention"],
+        shapes=["8x64@500", "16x64@500", "32x128@300"],
+        implementations=["eager", *OURS, "sdpa"],
+        rounds=1,
+        batch_size=2,
     ),
     *(
-        PresetPart(
+        _part(
             f"attention-{length}",
-            {
-                "subjects": ["attention"],
-                "implementations": ["triton", "triton-graph", *FUSED_PLAIN],
-                "batch_size": TOKENS // length,
-            }
-            | {"shapes": [f"{heads}@{length}" for heads in ("16x64", "32x128")]},
+            subjects=["attention"],
+            shapes=[f"16x64@{length}", f"32x128@{length}"],
+            implementations=["triton", "triton-graph", *FUSED_PLAIN],
+            batch_size=TOKENS // length,
         )
         for length in (2048, 4096, 8192)
     ),
-    PresetPart(
-        "training-405m",
-        {"subjects": ["training"], "shapes": ["16x64@2048"], "batch_size": 8, "layers": 24, "vocabulary": 50256}
-        | {"implementations": ["triton", "sdpa"], "rounds": 5},
-    ),
-    PresetPart(
+    _part("training-405m", **TRAINING, shapes=["16x64@2048"], batch_size=8),
+    _part(
         "window",
-        {
-            "subjects": ["attention"],
-            "shapes": ["16x64@4096", "32x128@4096"],
-            "window": 256,
-            "batch_size": TOKENS // 4096,
-        }
-        | {"implementations": ["triton", "triton-graph", "triton-plain", *WINDOWED_PLAIN]},
+        subjects=["attention"],
+        shapes=["16x64@4096", "32x128@4096"],
+        implementations=["triton", "triton-graph", "triton-plain", *WINDOWED_PLAIN],
+        window=256,
+        batch_size=TOKENS // 4096,
     ),
-    PresetPart(
-        "decode-1",
-        {"subjects": ["decode"], "shapes": ["16x64@2048", "32x128@2048", "32x128@8192"]}
-        | {"implementations": DECODING},
-    ),
-    PresetPart(
-        "decode-16",
-        {"subjects": ["decode"], "shapes": ["16x64@2048", "32x128@2048", "32x128@8192"], "batch_size": 16}
-        | {"implementations": DECODING},
-    ),
-    PresetPart(
+    _part("decode-1", **DECODING),
+    _part("decode-16", **DECODING, batch_size=16),
+    _part(
         "official",
-        {"subjects": ["attention"], "shapes": ["16x64@2048", "32x128@2048", "16x64@4096", "32x128@4096"]}
-        | {"implementations": ["triton", "sdpa-flash", "flex", *OFFICIAL], "batch_size": 2},
+        subjects=["attention"],
+        shapes=["16x64@2048", "32x128@2048", "16x64@4096", "32x128@4096"],
+        implementations=["triton", "sdpa-flash", "flex", *OFFICIAL],
+        batch_size=2,
     ),
-    PresetPart(
-        "training-405m-4096",
-        {"subjects": ["training"], "shapes": ["16x64@4096"], "batch_size": 4, "layers": 24, "vocabulary": 50256}
-        | {"implementations": ["triton", "sdpa"], "rounds": 5},
-    ),
+    _part("training-405m-4096", **TRAINING, shapes=["16x64@4096"], batch_size=4),
 )
 
 

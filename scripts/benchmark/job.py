@@ -259,11 +259,8 @@ def describe_place(subject: Subject, shape: Shape, settings: BenchmarkSettings) 
 def describe_case(subject: Subject, shape: Shape, case: Case, settings: BenchmarkSettings) -> dict[str, Any]:
     """A case in JSON types, without its rows."""
     return {
-        "subject": subject.name,
+        **describe_place(subject, shape, settings),
         "passes": case.passes,
-        "shape": asdict(shape),
-        "batch_size": settings.batch_size,
-        "dtype": str(settings.dtype).removeprefix("torch."),
         "window": case.window,
         "note": case.note,
         "floor_flops": case.flops(subject.function),

@@ -5,7 +5,7 @@ Values that are None, NaN or infinite are those of runs that diverged.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from scipy import stats
@@ -51,6 +51,28 @@ def paired_difference(values: Sequence[float | None], others: Sequence[float | N
         interval = test.confidence_interval(0.95)
         summary |= {"interval_95": [float(interval.low), float(interval.high)], "p": float(test.pvalue)}
     return summary
+
+
+def interval_in_words(summary: Mapping[str, Any], form: str) -> str:
+    """The interval of a `paired_difference` with limits in a format such as "+.4f"; empty where there is none."""
+    return " to ".join(format(limit, form) for limit in summary["interval_95"] or ())
+
+
+def mean_in_words(summary: Mapping[str, Any], form: str) -> str:
+    """The mean of a `paired_difference`, and its interval in brackets if there is one."""
+    interval = interval_in_words(summary, form)
+    return format(summary["mean"], form) + (f" ({interval})" if interval else "")
+
+
+def p_in_words(p: float | None) -> str:
+    """A p value with two digits; empty where nothing was tested."""
+    return "" if p is None else f"{p:.2g}"
+
+
+def add_holm(tests: Collection[dict[str, Any]]) -> None:
+    """Adds to each test `p_holm`, its `p` corrected by `holm` over all of them."""
+    for test, corrected in zip(tests, holm([test["p"] for test in tests]), strict=True):
+        test["p_holm"] = corrected
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

@@ -52,11 +52,23 @@ def compare_variants(
         quoted: a published ratio of FLOPs, which is drawn beside the measured ones: `label`, `source` and `interval`.
     """
     output = Path(arguments.output)
-    if not arguments.redraw:
+
+    def measure() -> Record:
+        return {**make_runs(arguments, variants, output), "command": command, "quoted": quoted}
+
+    return report_arms(output, None if arguments.redraw else measure)
+
+
+def report_arms(output: Path, measure: Callable[[], Record] | None) -> str:
+    """Writes the record of a study of arms, its table and its plot; returns the table and the names of the files.
+
+    Args:
+        measure: makes the runs that are missing and returns the record, while no other process may make runs in the
+            folder; None to draw the record that is there.
+    """
+    if measure is not None:
         with lock_of(output):
-            record = make_runs(arguments, variants, output)
-            write_record(output, {**record, "command": command, "quoted": quoted})
-            return draw(output, table, draw_arms, PLOT)
+            write_record(output, measure())
     return draw(output, table, draw_arms, PLOT)
 
 

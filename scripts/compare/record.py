@@ -12,7 +12,7 @@ import torch
 from ..common.atomic_file import read_json
 from ..common.environment import OF_A_RUN, distinct, of_runs
 from ..common.errors import UserError
-from ..common.paired import holm, paired_difference
+from ..common.paired import add_holm, paired_difference
 from ..pretrain.data.token_stream import TokenStream
 from ..pretrain.options.model import LOSS_UNITS
 from ..pretrain.outputs.metrics import read_metrics
@@ -82,8 +82,7 @@ def make_record(
     runs = [*parents, *(run for runs in finished.values() for run in runs)]
     pairs = {name: compare_arms(arms[baseline], arms[name]) for name in others}
     compared = {name: comparison for name, comparison in pairs.items() if comparison is not None}
-    for comparison, p in zip(compared.values(), holm([one["p"] for one in compared.values()]), strict=True):
-        comparison["p_holm"] = p
+    add_holm(compared.values())
     return {
         **{name: distinct(run[name] for run in runs) for name in COMMON},
         **of_runs(runs),

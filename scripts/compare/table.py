@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..common import markdown
-from ..common.paired import name_seeds
+from ..common.paired import interval_in_words, mean_in_words, name_seeds, p_in_words
 from .record import AT_LEAST, AT_MOST, RunRecord, final, loss_unit
 
 EMPTY: tuple[str, ...] = ("", "", "")
@@ -84,7 +84,7 @@ def _difference(comparison: Mapping[str, Any] | None) -> list[str]:
     if comparison is None:
         return list(EMPTY)
     p = comparison.get("p_holm", comparison["p"])
-    return [f"{comparison['mean']:+.4f}", _interval(comparison, "+.4f"), "" if p is None else f"{p:.2g}"]
+    return [f"{comparison['mean']:+.4f}", interval_in_words(comparison, "+.4f"), p_in_words(p)]
 
 
 def _efficiency(comparison: Mapping[str, Any] | None, counted: bool) -> list[str]:
@@ -92,24 +92,15 @@ def _efficiency(comparison: Mapping[str, Any] | None, counted: bool) -> list[str
         return list(EMPTY[: 2 + counted])
     timed = comparison["equal_seconds"]
     ratios = [comparison["token_ratio"], *([comparison["operations_ratio"]] if counted else [])]
-    return ["" if timed is None else f"{timed['mean']:+.4f}{_in_brackets(timed, '+.4f')}", *map(_ratio, ratios)]
+    return ["" if timed is None else mean_in_words(timed, "+.4f"), *map(_ratio, ratios)]
 
 
 def _ratio(ratio: Mapping[str, Any] | None) -> str:
     """A ratio with its interval, or only that it is at least or at most so much, or nothing if it is not known."""
     if ratio is None:
         return ""
-    return f"{BOUNDS[ratio.get('bound')]}{ratio['mean']:.2f} x{_in_brackets(ratio, '.2f')}"
-
-
-def _in_brackets(summary: Mapping[str, Any], form: str) -> str:
-    interval = _interval(summary, form)
-    return f" ({interval})" if interval else ""
-
-
-def _interval(summary: Mapping[str, Any], form: str) -> str:
-    """An interval, or nothing where differences are all the same and have no spread."""
-    return " to ".join(format(limit, form) for limit in summary["interval_95"] or ())
+    interval = interval_in_words(ratio, ".2f")
+    return f"{BOUNDS[ratio.get('bound')]}{ratio['mean']:.2f} x" + (f" ({interval})" if interval else "")
 
 
 def _reading(record: Mapping[str, Any], timed: bool) -> str:

@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..common.arguments import parse_arguments
+from ..common.arguments import YAML_ENDINGS, parse_arguments
 from ..common.errors import UserError
 from ..pretrain.arguments import PretrainArguments
 from ..pretrain.main import find_shipped
@@ -19,7 +19,7 @@ SAME = (
     *("validation_share", "text_column", "chat_column", "chat_template", "tokenizer", "vocab_size"),
     *("streaming", "sequence_length", "mask_documents", "carry_memory"),
 )
-# The comparison sets these for each run.
+# A comparison sets the first two for each run, and decides about the others itself.
 ITS_OWN = ("output", "seed", "resume", "overwrite", "dry_run")
 
 
@@ -31,16 +31,16 @@ class Variant:
     options: Mapping[str, Any]
 
 
-def read_variants(files: Sequence[str], common: Mapping[str, Any] | str | None) -> list[Variant]:
+def read_variants(files: Sequence[str], common: dict[str, Any] | str | None) -> list[Variant]:
     """Reads the files; `common` holds arguments that replace those of every file.
 
     Raises:
         UserError: a file or `common` has an unknown argument, two variants have the same name, or they read different
             data.
     """
-    for_all = parse_mapping("common", common) or {}  # type: ignore[arg-type]
+    for_all = parse_mapping("common", common) or {}
     if own := sorted(set(ITS_OWN) & for_all.keys()):
-        raise UserError(f"common has {', '.join(own)}, which the comparison sets for each run; leave it out")
+        raise UserError(f"common has {', '.join(own)}, which the comparison decides; leave it out")
     variants = [Variant(Path(file).stem, _options(file, for_all)) for file in files]
     names = [variant.name for variant in variants]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
@@ -50,7 +50,7 @@ def read_variants(files: Sequence[str], common: Mapping[str, Any] | str | None) 
 
 
 def _options(file: str, common: Mapping[str, Any]) -> dict[str, Any]:
-    if not file.endswith((".yaml", ".yml")):
+    if not file.endswith(YAML_ENDINGS):
         raise UserError(f"variant {file!r} must be a .yaml file of arguments of dynattn pretrain")
     argv = [*find_shipped([file]), "--output", "unused"]
     arguments = parse_arguments(PretrainArguments, argv, prog="dynattn compare", common=common)

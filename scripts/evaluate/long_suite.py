@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from ..common.builtin_corpus import builtin_documents
 from ..common.errors import UserError
 from ..common.markdown import table
-from ..common.paired import paired_difference
+from ..common.paired import interval_in_words, paired_difference
 from .arguments import EvaluateArguments
 from .loading import load_named
 from .long_context import MULTIPLES, cut_windows, describe, find_keys, longest_readable, loss_by_position, score_windows
@@ -116,10 +116,9 @@ def format_results(results: Mapping[str, Any]) -> str:
     parts = [_perplexities(results["checkpoints"], names), _note(results), _keys(results["checkpoints"], names)]
     for name, rows in zip(names[1:], results["comparison"], strict=True):
         head = ["positions", f"loss of {name} minus the first checkpoint's", "95 % interval"]
-        lines = []
-        for row in rows:
-            interval = "" if row["interval_95"] is None else "{:+.4f} to {:+.4f}".format(*row["interval_95"])
-            lines.append([f"{row['from']:,} to {row['to']:,}", f"{row['mean']:+.4f}", interval])
+        lines = [
+            [f"{row['from']:,} to {row['to']:,}", f"{row['mean']:+.4f}", interval_in_words(row, "+.4f")] for row in rows
+        ]
         parts.append(table(head, lines))
     return "\n\n".join(parts)
 

@@ -18,7 +18,7 @@ from ..common.carried_memory import check_memory, longest_segment
 from ..common.checkpoint_loading import NAN_LOGITS
 from ..common.errors import UserError
 from ..common.markdown import table
-from ..common.paired import paired_difference
+from ..common.paired import mean_in_words, p_in_words, paired_difference
 from .arguments import EvaluateArguments
 from .loading import load_named
 from .results import check_output, describe_environment, describe_model, write_files
@@ -182,10 +182,7 @@ def format_results(results: Mapping[str, Any]) -> str:
 
 
 def _difference(comparison: Mapping[str, Any]) -> list[str]:
-    if comparison["interval_95"] is None:
-        return [f"{comparison['mean']:+.4f}", ""]
-    low, high = comparison["interval_95"]
-    return [f"{comparison['mean']:+.4f} ({low:+.4f} to {high:+.4f})", f"{comparison['p']:.2g}"]
+    return [mean_in_words(comparison, "+.4f"), p_in_words(comparison["p"])]
 
 
 def _note(results: Mapping[str, Any]) -> str:

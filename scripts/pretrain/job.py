@@ -38,15 +38,9 @@ from ..common.folder_lock import FolderLock
 from .arguments import PretrainArguments
 from .card import write_card
 from .data.preparation import prepare
-from .engines.choice import (
-    LAUNCHED_ACCUMULATION,
-    LAUNCHED_DEEPSPEED,
-    LAUNCHED_FSDP,
-    LAUNCHED_MESH,
-    build_engine,
-    launched_engine,
-)
+from .engines.choice import build_engine, forget_launcher, launched_engine
 from .engines.interface import Engine
+from .fingerprint import check_same_run
 from .guard import Guard
 from .model import check_attention, choose_attention
 from .optimizer import build_optimizer
@@ -97,10 +91,13 @@ def run_job(engine: Engine, arguments: PretrainArguments, run: RunFolder, signal
     """The steps of `pretrain`, in a folder that is locked and with an engine that the caller releases."""
     started, accelerator = time.perf_counter(), engine.accelerator
     if accelerator.is_main_process:
-        source_commit()  # for the result, at the end
+        source_commit()  # the result names it, and the checkout may have changed by then
     sources = {name: getattr(arguments, name) for name in SOURCES}
-    start = arguments.resume, arguments.overwrite, arguments.max_steps, sources
-    resume_from = on_main(accelerator, run.path, lambda: run.start_point(*start))
+    resume_from = on_main(
+        accelerator,
+        run.path,
+        lambda: run.start_point(arguments.resume, arguments.overwrite, arguments.max_steps, sources),
+    )
     plan = make_plan(engine, arguments, run, resume_from)
     on_main(accelerator, run.path, lambda: run.begin(dataclasses.asdict(arguments), resume_from))
     accelerator.print(describe(plan, engine, arguments, resume_from))
@@ -138,10 +135,7 @@ def occupied(accelerator: Accelerator, run: RunFolder, token_cache: str | None) 
 
 def build_accelerator(arguments: PretrainArguments) -> Accelerator:
     """An `Accelerator` that logs to TensorBoard in the output folder; without a GPU its processes run on the CPU."""
-    # The engines here shard models and divide losses themselves. With these variables set, Accelerate would do it a
-    # second time, or on a CPU ignore its configuration.
-    for name in (LAUNCHED_FSDP, LAUNCHED_DEEPSPEED, LAUNCHED_MESH, LAUNCHED_ACCUMULATION):
-        os.environ.pop(name, None)
+    forget_launcher(os.environ)
     # Accelerate keeps its state for the whole process, but a second run in it may have another precision.
     AcceleratorState._reset_state()
     # Accelerate warns at each checkpoint that tied weights are stored once.
@@ -171,7 +165,7 @@ def make_plan(engine: Engine, arguments: PretrainArguments, run: RunFolder, resu
     if arguments.compile:
         on_all(run.path, lambda: check_compiler("compile", accelerator.device))
     if resume_from is not None:
-        on_main(accelerator, run.path, lambda: checkpoint.check_same_run(resume_from, plan.fingerprint))
+        on_main(accelerator, run.path, lambda: check_same_run(resume_from, plan.fingerprint))
     return plan
 
 
@@ -205,11 +199,6 @@ def build_trainer(
     if resume_from is not None:
         progress = checkpoint.load(engine, resume_from, model, optimizer, plan.memory, average)
         on_main(accelerator, run.path, lambda: run.leave_later_checkpoints(progress.step))
-    metrics = MetricsLog(run.metrics, accelerator, progress.step, arguments.trackers)
-    checkpoints = CheckpointWriter(
-        accelerator, run.checkpoints, arguments.keep_checkpoints, arguments.save_in_background
-    )
-    guard = Guard(engine, arguments, run)
     return Trainer(
         engine=engine,
         arguments=arguments,
@@ -217,12 +206,14 @@ def build_trainer(
         run=run,
         model=model,
         optimizer=optimizer,
-        metrics=metrics,
+        metrics=MetricsLog(run.metrics, accelerator, progress.step, arguments.trackers),
         progress=progress,
         throughput=throughput,
         signals=signals,
-        checkpoints=checkpoints,
-        guard=guard,
+        checkpoints=CheckpointWriter(
+            accelerator, run.checkpoints, arguments.keep_checkpoints, arguments.save_in_background
+        ),
+        guard=Guard(engine, arguments, run),
         average=average,
     )
 

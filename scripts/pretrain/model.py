@@ -68,19 +68,16 @@ def build_config(arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBas
             tokenizer, the sequences are longer than the model's positions, or it cannot do what the arguments ask for
             (carry memory, read sampled positions, keep documents apart).
     """
+    needed = required_vocabulary(tokenizer)
     if arguments.init_from:
-        config = _load_config(arguments)
+        config = plan_config(arguments)
         for name, token in _special_tokens(type(config), tokenizer).items():
             setattr(config, name, token)
     else:
-        padded = -(-required_vocabulary(tokenizer) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        padded = -(-needed // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         tokens = _special_tokens(_config_class(arguments), tokenizer)
-        config = _new_config(arguments, {"vocab_size": padded, **tokens, **arguments.config_overrides})
-    check_transfer(config, arguments.base_width)
-    if not arguments.init_from:
-        transfer_config(config, arguments.base_width)
-    _check_fit(config, arguments)
-    if (needed := required_vocabulary(tokenizer)) > config.vocab_size:
+        config = plan_config(arguments, {"vocab_size": padded, **tokens})
+    if needed > config.vocab_size:
         raise UserError(
             f"the tokenizer has {needed} tokens, more than the model's vocab_size={config.vocab_size}; "
             "raise it in model_config or give a smaller tokenizer"
@@ -123,14 +120,19 @@ def checkpoint_activations_if_asked(model: PreTrainedModel, arguments: PretrainA
         checkpoint_activations(model, use_reentrant=False, context_fn=keep_attention_outputs)
 
 
-def plan_config(arguments: PretrainArguments) -> PreTrainedConfig:
-    """The configuration that the arguments describe, without a tokenizer: the vocabulary has its default size.
+def plan_config(arguments: PretrainArguments, defaults: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """The configuration that the arguments describe, without a tokenizer.
+
+    Args:
+        defaults: fields of a new model, which those of the arguments override; without them, its vocabulary has the
+            default size of the family.
 
     Raises:
         UserError: as `build_config`, without the tokenizer.
     """
     given = arguments.init_from
-    config = _load_config(arguments) if given else _new_config(arguments, dict(arguments.config_overrides))
+    fields = {**(defaults or {}), **arguments.config_overrides}
+    config = _load_config(arguments) if given else _new_config(arguments, fields)
     check_transfer(config, arguments.base_width)
     if not given:
         transfer_config(config, arguments.base_width)

@@ -1,10 +1,7 @@
 """Builds and checks all parts of a run before anything in the output folder changes."""
 
-import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -13,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..common.carried_memory import CarriedMemory, NoMemory, StreamMemory
 from ..common.errors import UserError
 from .arguments import PretrainArguments
-from .data.batch_order import MIXTURE_BLOCK, MixtureOrder, TrainingOrder, block_within
+from .data.batch_order import MIXTURE_BLOCK, MixtureOrder, TrainingOrder, block_within, share_of
 from .data.length_warmup import LengthWarmup
 from .data.objectives import Objective, make_objective
 from .data.opening import open_data
@@ -22,45 +19,14 @@ from .data.preparation import Source
 from .data.sequences import Sequences
 from .data.tokenizer import load_tokenizer
 from .engines.interface import Engine
+from .fingerprint import Fingerprint, build_fingerprint, describe_changes, sharing_of
 from .model import build_config, build_model, count_parameters
-from .outputs.checkpoint import Fingerprint, describe_changes, read_state
+from .outputs.checkpoint import read_state
 from .outputs.run_folder import RunFolder
 from .schedule import RateSchedule, build_schedule
 
-# Settings that decide the loss curve, so that a run can be resumed only if they are the same.
-FIXED_SETTINGS = (
-    "objective",
-    "mixture",
-    "streaming",
-    "shuffle_buffer",
-    "skip_sequences",
-    "packing",
-    "position_sampling",
-    "position_limit",
-    "sequence_length",
-    "mask_documents",
-    "carry_memory",
-    "composition_learning_rate",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "optimizer",
-    "muon_momentum",
-    "z_loss",
-    "ema_decay",
-    "base_width",
-    "length_warmup_steps",
-    "shortest_length",
-    "max_grad_norm",
-    "mixed_precision",
-    "seed",
-)
-# Fields of a configuration that say nothing about the architecture.
-UNRELATED_FIELDS = ("transformers_version", "architectures", "dtype", "_name_or_path", "use_cache")
 
-
-@dataclass
+@dataclass(kw_only=True)
 class Plan:
     """Data, model and schedule of a run, and the fingerprint that shows whether a checkpoint is of the same run."""
 
@@ -79,9 +45,8 @@ class Plan:
 
     def documents(self, step: int, accelerator: Accelerator, batch_size: int) -> list[str]:
         """The documents that this process reads in update `step` of the data."""
-        places = self.order[step].reshape(-1, accelerator.num_processes, batch_size)
-        mine = places[:, accelerator.process_index].ravel().tolist()
-        return [name for index in mine for name in self.train_sequences.documents(index)]
+        mine = share_of(self.order[step], accelerator.process_index, accelerator.num_processes, batch_size)
+        return [name for index in mine.ravel().tolist() for name in self.train_sequences.documents(index)]
 
 
 def build_plan(
@@ -101,8 +66,7 @@ def build_plan(
     Raises:
         UserError: data, model and arguments do not fit each other.
     """
-    folder = run.prepared if run.prepared.exists() else run.path
-    tokenizer = load_tokenizer(folder / run.tokenizer.name)
+    tokenizer = load_tokenizer(run.current(run.tokenizer))
     objective = make_objective(arguments, tokenizer)
     global_batch = arguments.batch_size * arguments.gradient_accumulation_steps * processes
     train, validation, order = open_data(run, arguments, tokenizer, global_batch)
@@ -114,12 +78,19 @@ def build_plan(
         order.divide(mixture_block(order, arguments, resume_from))
     schedule = build_schedule(arguments, order.pass_length, global_batch)
     check_passes(order, arguments, schedule.max_steps)
-    memory = build_memory(arguments, config, segments=len(train) // global_batch)
-    fingerprint = build_fingerprint(arguments, config, source, schedule, order)
-    lengths = LengthWarmup.of(arguments)
-    positions = PositionSampler.of(arguments, config)
     return Plan(
-        source, tokenizer, objective, model, train, validation, order, memory, schedule, lengths, positions, fingerprint
+        source=source,
+        tokenizer=tokenizer,
+        objective=objective,
+        model=model,
+        train_sequences=train,
+        validation_sequences=validation,
+        order=order,
+        memory=build_memory(arguments, config, segments=len(train) // global_batch),
+        schedule=schedule,
+        lengths=LengthWarmup.of(arguments),
+        positions=PositionSampler.of(arguments, config),
+        fingerprint=build_fingerprint(arguments, config, source, schedule, order),
     )
 
 
@@ -167,33 +138,6 @@ def build_memory(arguments: PretrainArguments, config: PreTrainedConfig, segment
     return NoMemory()
 
 
-def build_fingerprint(
-    arguments: PretrainArguments, config: PreTrainedConfig, source: Source, schedule: RateSchedule, order: TrainingOrder
-) -> Fingerprint:
-    """The values that must not change between saving a checkpoint and resuming from it, as JSON would store them."""
-    architecture = {f"model.{name}": value for name, value in config.to_dict().items() if name not in UNRELATED_FIELDS}
-    settings = {name: getattr(arguments, name) for name in FIXED_SETTINGS}
-    fingerprint = {
-        **architecture,
-        **source.fingerprint(),
-        **settings,
-        **dataclasses.asdict(schedule),
-        "global_batch": order.global_batch,
-        "pass_length": order.pass_length,
-        "init_from": name_of_parent(arguments.init_from),
-        **({"mixture_block": order.block} if isinstance(order, MixtureOrder) else {}),
-    }
-    return json.loads(json.dumps(fingerprint))
-
-
-def name_of_parent(init_from: str | None) -> str | None:
-    """A name on the Hub, or the last two names of a folder's path: a resumed run may have moved with its parent."""
-    if init_from is None:
-        return None
-    place = Path(init_from)
-    return "/".join(place.resolve().parts[-2:]) if place.is_dir() else init_from
-
-
 def describe(plan: Plan, engine: Engine, arguments: PretrainArguments, resume_from: Path | None) -> str:
     """A summary of the run that is about to begin, for the terminal."""
     train, validation = plan.train_sequences, plan.validation_sequences
@@ -213,13 +157,3 @@ def describe(plan: Plan, engine: Engine, arguments: PretrainArguments, resume_fr
             else "starting from update 0",
         ]
     )
-
-
-def sharing_of(arguments: PretrainArguments, engine: Engine) -> dict[str, Any]:
-    """How the processes share an update. This may change when a run is resumed; the terminal then says so."""
-    return {
-        "engine": engine.name,
-        "processes": engine.accelerator.num_processes,
-        "batch_size": arguments.batch_size,
-        "gradient_accumulation_steps": arguments.gradient_accumulation_steps,
-    }

@@ -28,12 +28,14 @@ class StopSignals:
 
     Attributes:
         requested: number of the signal that asked the run to stop, 0 if none has.
+        continuing: the command that goes on after a block that a signal has ended, in words.
     """
 
     def __init__(self, speaks: bool, max_seconds: float | None = None) -> None:
         self.speaks = speaks
         self._end = deadline_after(max_seconds)
         self.requested = 0
+        self.continuing = "the same command"
         self._after_update = False
         self._since = 0.0
         self._process = os.getpid()
@@ -81,7 +83,7 @@ class StopSignals:
             return
         self.requested, self._since = number, time.monotonic()
         if not self._after_update:
-            raise StoppedError(number, "no update had been interrupted, and the same command continues the run")
+            raise StoppedError(number, f"no update had been interrupted, and {self.continuing} continues the run")
         if self.speaks:
             name = signal.Signals(number).name
             os.write(2, f"\n{name}: ending after this update, with a checkpoint; a second one ends at once\n".encode())

@@ -15,9 +15,10 @@ from tqdm import tqdm
 
 from ..common.errors import StoppedError
 from .arguments import PretrainArguments
-from .data.batch_order import ProcessBatches
+from .data.batch_order import ProcessBatches, share_of
 from .data.objectives import Examples
 from .engines.interface import Engine
+from .fingerprint import sharing_of
 from .guard import DivergedError, Guard, RollbackError, find_fault, remember
 from .model import loss_options
 from .outputs.checkpoint import TrainingProgress
@@ -26,7 +27,7 @@ from .outputs.composition_health import measure_health
 from .outputs.metrics import MetricsLog
 from .outputs.run_folder import RunFolder
 from .outputs.throughput import Throughput
-from .plan import Plan, sharing_of
+from .plan import Plan
 from .schedule import group_schedules, prepare_update
 from .stopping import StopSignals, ignore_signals
 from .validation import Validation, to_device, validate
@@ -78,6 +79,7 @@ class Trainer:
             UserError: a rollback found no checkpoint, or a file could not be written.
             StoppedError: a process was asked to stop; the last update has been saved.
         """
+        self.signals.continuing = self.arguments.continuing_command  # before, an earlier run may be in the folder
         self.signals.react(after_update=True)
         batches: Iterator[Batch] = iter(self._loader())
         validation = self._validate() if self._is_due_from_before() else None
@@ -119,9 +121,9 @@ class Trainer:
 
         Without `position_sampling` and the length warmup it is returned as it is.
         """
-        accelerator = self.accelerator
-        passed = (index * accelerator.num_processes + accelerator.process_index) * self.arguments.batch_size
-        first = int(self.plan.order.places(self.progress.data_step)[passed])
+        accelerator, places = self.accelerator, self.plan.order.places(self.progress.data_step)
+        mine = share_of(places, accelerator.process_index, accelerator.num_processes, self.arguments.batch_size)
+        first = int(mine[index, 0])
         return self.plan.lengths.cut(self.plan.positions.draw(batch, first), self.progress.step)
 
     def _update(self, batches: list[Batch]) -> tuple[float, float]:

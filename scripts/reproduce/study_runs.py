@@ -68,7 +68,8 @@ class StudyRuns:
         self.folder, self.run_one, self.describe, self.workers = folder, run_one, describe, workers
         self.definition = definition
         self.deadline = deadline_after(max_seconds)
-        source_commit()  # for the files of runs, much later
+        self._results: dict[str, Result] = {}
+        source_commit()  # files of runs name it, and the checkout may have changed when they are written
 
     def make(self, runs: Iterable[AnyRun]) -> int:
         """Makes those that have no file, in their order, until the deadline; returns how many are left.
@@ -107,12 +108,14 @@ class StudyRuns:
         return [self.read(run) for run in runs if self.has(run)]
 
     def read(self, run: AnyRun) -> Result:
-        """The result of a finished run.
+        """The result of a finished run, whose file does not change and is read once.
 
         Raises:
             UserError: its file is damaged.
         """
-        return read_result(self._file(run))
+        if run.file_name not in self._results:
+            self._results[run.file_name] = read_result(self._file(run))
+        return self._results[run.file_name]
 
     def best_rates(self, runs: Sequence[AnyRun], merit: Callable[[Result], Any]) -> dict[Hashable, float]:
         """The learning rate of the best run of each cell, by a merit that is largest for it.
@@ -120,11 +123,11 @@ class StudyRuns:
         A cell in which a run is not finished has no rate yet: that run could turn out to be the best.
         """
         unfinished = {run.cell for run in runs if not self.has(run)}
-        best: dict[Hashable, tuple[Any, float]] = {}
+        best: dict[Hashable, AnyRun] = {}
         for run in runs:
-            if run.cell not in unfinished and (run.cell not in best or merit(self.read(run)) > best[run.cell][0]):
-                best[run.cell] = merit(self.read(run)), run.learning_rate
-        return {cell: rate for cell, (_, rate) in best.items()}
+            if run.cell not in unfinished:  # of equal ones the first is kept
+                best[run.cell] = max(best.get(run.cell, run), run, key=lambda one: merit(self.read(one)))
+        return {cell: run.learning_rate for cell, run in best.items()}
 
     def _missing(self, runs: Iterable[AnyRun]) -> list[AnyRun]:
         return [run for run in runs if not self.has(run)]

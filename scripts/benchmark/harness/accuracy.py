@@ -18,6 +18,12 @@ Results = Mapping[str, Tensor]
 RMS_MULTIPLE, LARGEST_MULTIPLE = 6.0, 12.0
 
 
+def with_gradients(output: Tensor, leaves: Mapping[str, Tensor], cotangent: Tensor) -> Results:
+    """The results of a forward and a backward pass: the output, and the gradient of every leaf, by name."""
+    gradients = torch.autograd.grad(output, list(leaves.values()), cotangent)
+    return {"output": output.detach(), **{f"grad {name}": one for name, one in zip(leaves, gradients, strict=True)}}
+
+
 @dataclass(frozen=True)
 class Deviation:
     """Root mean square and largest absolute difference from the exact values."""

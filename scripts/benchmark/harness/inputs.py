@@ -11,7 +11,7 @@ from dynattn.modeling.layers.rms_norm import rms_normalize
 from dynattn.modeling.ops.dcmha.composition import Composition
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 
-from .accuracy import Results
+from .accuracy import Results, with_gradients
 from .settings import BenchmarkSettings
 from .shapes import Shape
 
@@ -197,10 +197,7 @@ def evaluate(attend: Callable[[OpInputs], Tensor], inputs: OpInputs, *, backward
     if not backward:
         with torch.no_grad():
             return {"output": attend(inputs)}
-    output = attend(inputs)
-    leaves = inputs.leaves()
-    gradients = torch.autograd.grad(output, list(leaves.values()), inputs.cotangent)
-    return {"output": output.detach(), **{f"grad {name}": one for name, one in zip(leaves, gradients, strict=True)}}
+    return with_gradients(attend(inputs), inputs.leaves(), inputs.cotangent)
 
 
 def requiring_grad(inputs: OpInputs) -> OpInputs:

@@ -16,6 +16,11 @@ Role = Literal["ours", "plain", "other"]
 Pass = Literal["forward", "forward+backward"]
 
 
+def passes_of(backward: bool) -> Pass:
+    """The passes of a case with or without a backward pass."""
+    return "forward+backward" if backward else "forward"
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One way to compute something.

@@ -33,7 +33,7 @@ from ..harness.inputs import (
     reference_results,
     requiring_grad,
 )
-from ..harness.interface import COMPILED, GRAPH, Candidate, Case, Role, Subject
+from ..harness.interface import COMPILED, GRAPH, Candidate, Case, Role, Subject, passes_of
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
 from .op_flops import attention_flops
@@ -217,29 +217,25 @@ def flex_blocks(inputs: OpInputs) -> BlockMask:
 
 def cases(shape: Shape, settings: BenchmarkSettings, *, is_causal: bool = True) -> Iterator[Case]:
     """Forward, then forward with backward."""
-    window = settings.window
-    inputs = inputs_of(shape, settings, window=window, is_causal=is_causal)
+    inputs = inputs_of(shape, settings, window=settings.window, is_causal=is_causal)
     for backward in (False, True):
-        given = {name: requiring_grad(one) for name, one in inputs.items()} if backward else inputs
+        yield make_case(inputs, shape, settings, backward=backward, is_causal=is_causal)
 
-        def reference(function: str, dtype: torch.dtype, backward: bool = backward) -> Results:
-            return reference_results(inputs[function], dtype, backward=backward)
 
-        def flops(function: str, backward: bool = backward) -> float:
-            forward = attention_flops(shape, window, function, is_causal=is_causal) * settings.batch_size
-            return forward * (3 if backward else 1)
-
-        def traffic(function: str, backward: bool = backward) -> float:
-            return op_traffic(inputs[function]) * (2 if backward else 1)
-
-        yield Case(
-            passes="forward+backward" if backward else "forward",
-            problem=OpProblem(given, backward),
-            reference=reference,
-            flops=flops,
-            traffic=traffic,
-            window=window,
-        )
+def make_case(
+    inputs: dict[str, OpInputs], shape: Shape, settings: BenchmarkSettings, *, backward: bool, is_causal: bool
+) -> Case:
+    """One case with the inputs of each function."""
+    window, times = settings.window, settings.batch_size * (3 if backward else 1)
+    given = {name: requiring_grad(one) for name, one in inputs.items()} if backward else inputs
+    return Case(
+        passes=passes_of(backward),
+        problem=OpProblem(given, backward),
+        reference=lambda function, dtype: reference_results(inputs[function], dtype, backward=backward),
+        flops=lambda function: attention_flops(shape, window, function, is_causal=is_causal) * times,
+        traffic=lambda function: op_traffic(inputs[function]) * (2 if backward else 1),
+        window=window,
+    )
 
 
 def op_traffic(inputs: OpInputs) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..harness.accuracy import Results
 from ..harness.inputs import COMPOSED, OpInputs, inputs_of, reference_results, requiring_grad
-from ..harness.interface import COMPILED, Candidate, Case, Subject
+from ..harness.interface import COMPILED, Candidate, Case, Subject, passes_of
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
 from . import attention
@@ -93,7 +93,7 @@ def make_case(
     given = {name: requiring_grad(one) for name, one in inputs.items()} if backward else inputs
     passes = 3 if backward else 1
     return Case(
-        passes="forward+backward" if backward else "forward",
+        passes=passes_of(backward),
         problem=LongProblem(OpProblem(given, backward), window, checked),
         reference=lambda function, dtype: reference_results(inputs[function], dtype, backward=backward, chunks=chunks),
         flops=lambda function: attention_flops(shape, window, function) * settings.batch_size * passes,

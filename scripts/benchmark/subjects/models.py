@@ -16,9 +16,9 @@ from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS
 
 from ...common.flops import ModelFlops
 from ..baselines.dcmha import IN_MODELS
-from ..harness.accuracy import Results
+from ..harness.accuracy import Results, with_gradients
 from ..harness.inputs import COMPOSED, PLAIN
-from ..harness.interface import Candidate, Case, Role, Subject
+from ..harness.interface import Candidate, Case, Role, Subject, passes_of
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
 from .attention import compiling_as, ours
@@ -145,9 +145,7 @@ def block_step(model: Any, tokens: Tensor, *, backward: bool) -> Callable[[], Re
             output = decoder(inputs_embeds=rows, use_cache=False).last_hidden_state
         if not backward:
             return {"output": output}
-        gradients = torch.autograd.grad(output, list(leaves.values()), rows.detach())
-        named = {f"grad {name}": one for name, one in zip(leaves, gradients, strict=True)}
-        return {"output": output.detach(), **named}
+        return with_gradients(output, leaves, rows.detach())
 
     return step
 
@@ -188,7 +186,7 @@ def make_problem(
 def make_case(problem: ModelProblem, settings: BenchmarkSettings, *, logits: int) -> Case:
     """A case of a step that computes the logits of the last `logits` tokens of each sequence."""
     return Case(
-        passes="forward+backward" if problem.backward else "forward",
+        passes=passes_of(problem.backward),
         problem=problem,
         reference=problem.reference,
         flops=cache(lambda function: problem.flops(function, logits) * (3 if problem.backward else 1)),

@@ -14,8 +14,8 @@ from dynattn.modeling.layers.segment import Segment
 from dynattn.modeling.ops.relative.attention import RELATIVE_IMPLEMENTATIONS
 
 from ..baselines.relative import OfficialRelativeAttention, as_official, from_official
-from ..harness.accuracy import Results
-from ..harness.interface import COMPILED, Candidate, Case, Role, Subject
+from ..harness.accuracy import Results, with_gradients
+from ..harness.interface import COMPILED, Candidate, Case, Role, Subject, passes_of
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
 from .op_flops import relative_flops
@@ -108,8 +108,7 @@ def results(output: Tensor, rows: Tensor, problem: LayerProblem, parameters: dic
     if not problem.backward:
         return {"output": output}
     leaves = {"hidden_states": rows, **parameters}
-    gradients = torch.autograd.grad(output, list(leaves.values()), problem.cotangent.to(output.dtype))
-    return {"output": output.detach(), **{f"grad {name}": one for name, one in zip(leaves, gradients, strict=True)}}
+    return with_gradients(output, leaves, problem.cotangent.to(output.dtype))
 
 
 def make_problem(shape: Shape, settings: BenchmarkSettings, *, backward: bool) -> LayerProblem:
@@ -141,15 +140,18 @@ def make_problem(shape: Shape, settings: BenchmarkSettings, *, backward: bool) -
 def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
     """Forward, then forward with backward."""
     for backward in (False, True):
-        problem = make_problem(shape, settings, backward=backward)
+        yield make_case(make_problem(shape, settings, backward=backward), shape, settings)
 
-        def reference(kind: str, dtype: torch.dtype, problem: LayerProblem = problem) -> Results:
-            return prepare_ours(problem, kind=kind, implementation="eager", dtype=dtype)()
 
-        def flops(kind: str, backward: bool = backward) -> float:
-            return relative_flops(shape, kind) * settings.batch_size * (3 if backward else 1)
-
-        yield Case("forward+backward" if backward else "forward", problem, reference, flops)
+def make_case(problem: LayerProblem, shape: Shape, settings: BenchmarkSettings) -> Case:
+    """One case with the rows and weights of a problem."""
+    times = settings.batch_size * (3 if problem.backward else 1)
+    return Case(
+        passes=passes_of(problem.backward),
+        problem=problem,
+        reference=lambda kind, dtype: prepare_ours(problem, kind=kind, implementation="eager", dtype=dtype)(),
+        flops=lambda kind: relative_flops(shape, kind) * times,
+    )
 
 
 RELATIVE_ATTENTION = Subject(

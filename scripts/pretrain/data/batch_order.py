@@ -163,8 +163,8 @@ class ProcessBatches(Sampler[list[tuple[int, int]]]):
     A sequence is given as `(index, place)`. The place in the order is another one each time that a sequence is read, so
     random masks and positions can differ each time.
 
-    An update's sequences are laid out as `[gradient accumulation, processes, batch]`, so that only the product of these
-    sizes decides what an update sees.
+    An update's sequences are laid out as `[gradient accumulation, processes, batch]` (see `share_of`), so that only the
+    product of these sizes decides what an update sees.
     """
 
     def __init__(self, order: TrainingOrder, steps: range, batch_size: int, process: int, processes: int) -> None:
@@ -174,5 +174,10 @@ class ProcessBatches(Sampler[list[tuple[int, int]]]):
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for step in self.steps:
             reads = np.stack([self.order[step], self.order.places(step)], axis=-1)
-            passes = reads.reshape(-1, self.processes, self.batch_size, 2)
-            yield from ([tuple(read) for read in batch] for batch in passes[:, self.process].tolist())
+            mine = share_of(reads, self.process, self.processes, self.batch_size)
+            yield from ([tuple(read) for read in batch] for batch in mine.tolist())
+
+
+def share_of(update: NDArray[np.int64], process: int, processes: int, batch_size: int) -> NDArray[np.int64]:
+    """What one of the processes reads of an update `[global_batch, ...]`: `[gradient accumulation, batch, ...]`."""
+    return update.reshape(-1, processes, batch_size, *update.shape[1:])[:, process]

@@ -16,7 +16,7 @@ from .indexed_names import is_indexed
 from .packing import BestFitSequences, PackedSequences, StreamSegments
 from .preparation import VALIDATION
 from .sequences import MixedSequences, Sequences
-from .streaming import open_stream
+from .streaming import StreamedSequences, StreamOrder
 from .token_stream import TokenStream
 from .tokenization import decoded_bytes
 
@@ -29,10 +29,11 @@ def open_data(
     Raises:
         UserError: a source is shorter than one sequence, or does not fit the arguments.
     """
-    folder = run.data if not run.prepared.exists() else run.prepared / run.data.name
+    folder = run.current(run.data)
     if arguments.streaming:
-        train, order = open_stream(run, arguments, tokenizer, global_batch)
-        return train, _open_validation(folder, arguments, tokenizer), order
+        validation = _open_validation(folder, arguments, tokenizer)
+        streamed = StreamedSequences(run.stream, arguments)
+        return streamed, validation, StreamOrder(arguments, run, tokenizer, global_batch)
     if arguments.carry_memory:
         return _open_memory_streams(folder, arguments, tokenizer, global_batch)
     parts = {name: _open_source(folder, name, arguments, tokenizer) for name in arguments.sources}
@@ -57,7 +58,7 @@ def _open_source(
 def _open_validation(folder: Path, arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Sequences:
     """The validation sequences: of tokens that the user named, of documents, or of the end of the training tokens."""
     named = arguments.validation_dataset
-    if (folder / VALIDATION).exists() and not (named and is_indexed(named)):
+    if (folder / VALIDATION).exists():
         stream = TokenStream.open(folder / VALIDATION)
         return _pack(stream, "the validation data", arguments, tokenizer, score_all=True)
     if named is not None:

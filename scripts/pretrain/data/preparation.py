@@ -112,22 +112,25 @@ def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
     given = None if arguments.tokenizer == "bpe" else tokenizer.load_tokenizer(str(arguments.tokenizer))
     if given is None and not splits.train:
         raise UserError(f"{splits.name} holds tokens already; name the tokenizer that made them")
+    masks = arguments.objective == "masked_lm"
+    identity, template = f"bpe {arguments.vocab_size}{' with masks' if masks else ''}", ""
     if given is not None:
         make_objective(arguments, given)  # refuses an unsuitable tokenizer before hours of tokenizing
-    masks = arguments.objective == "masked_lm"
+        identity = _fit_and_identify(given, arguments)
+        template = digest_of(str(given.chat_template)) if arguments.chat_column else ""
     source = Source(
         name=splits.name,
         training_data=splits.training_data,
         validation_data=splits.validation_data,
-        tokenizer=_fit(given, arguments) if given else f"bpe {arguments.vocab_size}{' with masks' if masks else ''}",
-        chat_template=digest_of(str(given.chat_template)) if given and arguments.chat_column else "",
+        tokenizer=identity,
+        chat_template=template,
     )
     stored = _read_source(run.data)
     if stored is not None and source.makes_same_as(stored):
         _check_undamaged(run, stored)
         return stored
     texts = chain.from_iterable(documents.iterate_texts(dataset) for dataset in splits.train.values())
-    chosen = given or tokenizer.train_bpe(texts, arguments.vocab_size, masks=masks)
+    chosen = tokenizer.train_bpe(texts, arguments.vocab_size, masks=masks) if given is None else given
     return _write_prepared(run, chosen, splits, source, arguments)
 
 
@@ -141,7 +144,7 @@ def fingerprints(arguments: PretrainArguments) -> Fingerprints:
     return {"training_data": splits.training_data, "validation_data": splits.validation_data}
 
 
-def _fit(given: PreTrainedTokenizerBase, arguments: PretrainArguments) -> str:
+def _fit_and_identify(given: PreTrainedTokenizerBase, arguments: PretrainArguments) -> str:
     """Gives the tokenizer the chat template that the run asks for, and returns a fingerprint of both.
 
     The fingerprint does not cover a template that the tokenizer had before.

@@ -74,14 +74,6 @@ def split_stream(stream: IterableDataset, named: Dataset | None) -> tuple[Datase
     return first, first
 
 
-def open_stream(
-    run: RunFolder, arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBase, global_batch: int
-) -> tuple[Sequences, TrainingOrder]:
-    """The sequences of a stream and their order; nothing is read before `TrainingOrder.feeding`."""
-    order = StreamOrder(arguments, run, tokenizer, global_batch)
-    return StreamedSequences(run.stream, arguments), order
-
-
 class StreamedSequences(Sequences):
     """Sequences of a stream that another process writes; reading one waits until it is written."""
 
@@ -123,21 +115,24 @@ class StreamedSequences(Sequences):
 
 
 class StreamOrder(TrainingOrder):
-    """The order of a stream: from its start, shuffled in blocks. It tells the writing process which block is needed."""
+    """The order of a stream, whose blocks are shuffled as epochs are. It tells the writing process which are needed.
+
+    Nothing is read before `feeding`.
+    """
 
     def __init__(
         self, arguments: PretrainArguments, run: RunFolder, tokenizer: PreTrainedTokenizerBase, global_batch: int
     ) -> None:
-        super().__init__(sys.maxsize, global_batch, arguments.seed)
-        self.size = arguments.shuffle_buffer
+        super().__init__(arguments.shuffle_buffer, global_batch, arguments.seed)
+        self.pass_length = sys.maxsize  # nobody knows where a stream ends
         self.writer = BlockWriter(arguments, run, tokenizer, global_batch)
         self._wanted = multiprocessing.get_context("spawn").Value("q", -1)
 
     def at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """The indices `[N]` of the sequences that are read at `places` `[N]`, counted from 0."""
-        blocks, offsets = np.divmod(places, self.size)
+        blocks = places // self.sequences
         self._wanted.value = max(self._wanted.value, int(blocks.max()))
-        return np.concatenate([b * self.size + self._shuffled(b)[offsets[blocks == b]] for b in np.unique(blocks)])
+        return blocks * self.sequences + super().at(places)
 
     def passes(self, steps: int) -> dict[str, float]:
         return {}
@@ -164,12 +159,6 @@ class StreamOrder(TrainingOrder):
             process.join(SECONDS_TO_END)
             process.kill()  # it ignores the signals that end a run; its files are complete or absent at any time
             watch.join()
-
-    def _shuffled(self, block: int) -> NDArray[np.int64]:
-        if block != self._epoch:
-            self._permutation = np.random.default_rng((self.seed or 0, int(block))).permutation(self.size)
-            self._epoch = block
-        return self._permutation
 
 
 class BlockWriter:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from accelerate import Accelerator
 
@@ -73,6 +73,15 @@ def check_launcher(arguments: PretrainArguments, environment: Mapping[str, str])
         )
 
 
+def forget_launcher(environment: MutableMapping[str, str]) -> None:
+    """Removes the variables by which Accelerate would shard models and divide losses itself.
+
+    The engines here do that. Accelerate would do it a second time, or on a CPU ignore its configuration.
+    """
+    for name in (LAUNCHED_FSDP, LAUNCHED_DEEPSPEED, LAUNCHED_MESH, LAUNCHED_ACCUMULATION):
+        environment.pop(name, None)
+
+
 def launched_engine(environment: Mapping[str, str]) -> str | None:
     """The engine in the configuration of `accelerate launch`; None if it names none, or was not used.
 
@@ -113,13 +122,14 @@ def build_zero(name: str, arguments: PretrainArguments, accelerator: Accelerator
     Raises:
         UserError: DeepSpeed is not installed, or cannot do what the arguments ask for.
     """
-    for option, value, reason in (
-        ("optimizer", "muon", "makes updates of whole matrices, which lie in shards there"),
-        ("ema_decay", arguments.ema_decay, "averages weights, which the optimizer holds apart there"),
-        ("freeze_parent_steps", arguments.freeze_parent_steps, "leaves out weights, which are updated together there"),
-        ("compile", True, "was not tried with it"),
+    for option, is_asked, reason in (
+        ("optimizer", arguments.optimizer == "muon", "makes updates of whole matrices, which lie in shards there"),
+        ("ema_decay", arguments.ema_decay is not None, "averages weights, which the optimizer holds apart there"),
+        ("freeze_parent_steps", arguments.freeze_parent_steps > 0, "leaves out weights, all of which it updates"),
+        ("compile", arguments.compile, "was not tried with it"),
     ):
-        if value and getattr(arguments, option) == value:
+        if is_asked:
+            value = getattr(arguments, option)
             raise UserError(f"{option}={value} {reason} (engine={name}); leave it out, or use engine fsdp2")
     try:
         from .zero import ZeroEngine  # here, because DeepSpeed is an extra, and slow to import

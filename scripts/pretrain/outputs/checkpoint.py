@@ -18,7 +18,6 @@ import pickle
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from ...common.atomic_file import partial_path, put_in_place, write_json
 from ...common.carried_memory import CarriedMemory
 from ...common.errors import UserError, first_line
 from ..engines.interface import Engine
-from ..schedule import SCHEDULE_FIELDS, keeps_past
 from ..weight_average import WeightAverage
 from . import checksums
 from .earlier_format import is_earlier_format, load_earlier
@@ -45,20 +43,6 @@ TENSORS = "tensors"
 CHECKPOINT_NAME = re.compile(r"step-(\d{6,})")
 # The name that a checkpoint has while it is deleted.
 DELETED = ".deleted"
-# Fields of a fingerprint that depend on the number of updates.
-LENGTH_FIELDS = ("max_steps", "warmup_steps")
-# Fields of a fingerprint that checkpoints of earlier versions lack, with the values that their runs had.
-EARLIER_SETTINGS = {
-    "objective": "causal_lm",
-    "optimizer": "adamw",
-    "z_loss": 0.0,
-    "ema_decay": None,
-    "base_width": None,
-    "length_warmup_steps": 0,
-    "position_sampling": None,
-}
-
-Fingerprint = dict[str, Any]
 
 
 @dataclass
@@ -149,7 +133,7 @@ def complete(final: Path, state: dict[str, Any], keep: int) -> None:
     """
     partial = partial_path(final)
     write_json(partial / STATE_FILE, {**state, "checksum": _state_checksum(state)})
-    _replace(final, partial)
+    put_in_place(partial, final)
     for old in list_checkpoints(final.parent)[: -keep if keep else 0]:
         _delete(old)
 
@@ -218,64 +202,11 @@ def find_damage(path: Path) -> str | None:
     return checksums.find_damage(path, files)
 
 
-def check_same_run(path: Path, fingerprint: Fingerprint) -> None:
-    """Refuses to resume if the fingerprint of the checkpoint's run differs from `fingerprint`.
-
-    The number of updates may change in two cases: a run that has made all its updates may get more of them, and any run
-    if the learning rates of the updates so far stay the same. Fields that only one fingerprint has are ignored, because
-    another version of a library may have added them.
-
-    Raises:
-        UserError: they differ; the message names every field with both values.
-    """
-    state = read_state(path)
-    stored = {**EARLIER_SETTINGS, **state["fingerprint"]}
-    names = sorted(name for name in stored.keys() & fingerprint.keys() if stored[name] != fingerprint[name])
-    if is_extended(path, fingerprint):
-        names = [name for name in names if name not in LENGTH_FIELDS]
-        logger.warning(
-            "the run had ended after %s updates and now goes on to %s; from here on, its learning rate is that of a "
-            "run of this length",
-            *(fields["max_steps"] for fields in (stored, fingerprint)),
-        )
-    elif names and keeps_past(stored, fingerprint, state["progress"]["step"]):
-        names = [name for name in names if name not in SCHEDULE_FIELDS]
-    if names:
-        changes = ", ".join(f"{name} (was {stored[name]}, is {fingerprint[name]})" for name in names)
-        split = "; processes, batch_size and gradient_accumulation_steps may change as long as their product does not"
-        raise UserError(
-            f"cannot resume from {path} because this changed: {changes}; change it back, or start a new run in another "
-            f"output folder (init_from takes over trained weights){split if 'global_batch' in names else ''}"
-        )
-
-
-def is_extended(path: Path, fingerprint: Fingerprint) -> bool:
-    """Whether a checkpoint is of the last update of its run, and `fingerprint` is of a run with more updates."""
-    state = read_state(path)
-    last = state["fingerprint"].get("max_steps")
-    return last is not None and state["progress"]["step"] == last < fingerprint.get("max_steps", last)
-
-
-def describe_changes(path: Path, sharing: Mapping[str, Any]) -> str:
-    """What of `sharing`, the way in which processes share the work, has changed since the checkpoint, in words."""
-    stored = read_state(path).get("sharing", {})
-    names = [name for name, value in sharing.items() if stored.get(name, value) != value]
-    changes = ", ".join(f"{name} (was {stored[name]}, is {sharing[name]})" for name in names)
-    return f"; changed since it was saved: {changes}" if changes else ""
-
-
 def remove_leftovers(folder: Path) -> None:
     """Deletes checkpoints that were not completely written, or not completely deleted."""
     for pattern in (".step-*.partial", DELETED):
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover)
-
-
-def _replace(final: Path, partial: Path) -> None:
-    """Gives a complete checkpoint its name; an earlier one of that name is deleted."""
-    if final.exists():
-        _delete(final)
-    put_in_place(partial, final)
 
 
 def _delete(path: Path) -> None:

@@ -85,6 +85,10 @@ class RunFolder:
         """Tokenizer and data of a run that is being prepared, while an earlier run may still be in the folder."""
         return self.path / ".prepared"
 
+    def current(self, path: Path) -> Path:
+        """Where the tokenizer or the data are now: among what was prepared, until that has been moved into place."""
+        return self.prepared / path.name if self.prepared.exists() else path
+
     @property
     def lock(self) -> Path:
         """The lock file, which names the process that uses the folder."""

@@ -16,10 +16,11 @@ MODEL: dict[str, Any] = {
     "local_attention": 32,
 }
 SMALL_MODEL: dict[str, Any] = {**MODEL, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
-# What `dynattn pretrain` calls each arm's configuration to have, beside `MODEL`. `wide` gets its MLP when it is built.
 NORMED: dict[str, Any] = {"use_qk_norm": True, "qk_norm_type": "layer_norm"}
 STATIC: dict[str, Any] = {"compose_static": True}
 ALL: dict[str, Any] = {**STATIC, **NORMED}
+# The label of each arm, and the fields that its configuration has beside those of `MODEL`. The width of the MLP of
+# `wide` is computed when it is built.
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("plain", NO_COMPOSITION),
     "norm": ("plain, query-key norm", {**NO_COMPOSITION, **NORMED}),

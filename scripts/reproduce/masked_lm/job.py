@@ -4,11 +4,9 @@ from functools import partial
 from pathlib import Path
 
 from ...common.arguments import command_line
-from ...compare.figures import PLOT, draw_arms
-from ...compare.job import measured_run
+from ...compare.job import measured_run, report_arms
 from ...compare.record import Record, compare_arms, make_record
-from ...compare.study_folder import claim, draw, lock_of, write_record
-from ...compare.table import table
+from ...compare.study_folder import claim
 from ...pretrain.texts import check_same_texts
 from .arguments import ARMS, MaskedLMArguments
 from .runs import Runs
@@ -21,11 +19,7 @@ def run_study(arguments: MaskedLMArguments) -> str:
         UserError: the folder holds a study with other settings, a run failed, or there is no record to redraw.
     """
     output = Path(str(arguments.output))
-    if not arguments.redraw:
-        with lock_of(output):
-            record = make_runs(arguments, output)
-        write_record(output, {"command": command_of(arguments), **record})
-    return draw(output, table, draw_arms, PLOT)
+    return report_arms(output, None if arguments.redraw else lambda: make_runs(arguments, output))
 
 
 def make_runs(arguments: MaskedLMArguments, output: Path) -> Record:
@@ -52,7 +46,7 @@ def make_runs(arguments: MaskedLMArguments, output: Path) -> Record:
     for arm in ("dynamic", "all"):  # which have as many parameters as the wide one
         if {"wide", arm} <= set(arms):
             record[f"{arm}_against_wide"] = compare_arms(arms["wide"], arms[arm])
-    return record
+    return {"command": command_of(arguments), **record}
 
 
 def command_of(arguments: MaskedLMArguments) -> str:

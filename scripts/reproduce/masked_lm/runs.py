@@ -86,7 +86,7 @@ class Runs:
     def _initial(self, seed: int, arm: str) -> Path:
         return self._folder(seed, f"initial-{arm}")
 
-    def _make_initial(self, seed: int, arm: str) -> Path:
+    def _make_initial(self, seed: int, arm: str) -> None:
         """A model before training, with the plain model's weights where it has such weights, and the tokenizer."""
         folder = self._initial(seed, arm)
         if not folder.exists():
@@ -99,7 +99,6 @@ class Runs:
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
             put_in_place(partial, folder)
-        return folder
 
     def _config(self, arm: str, tokenizer: PreTrainedTokenizerBase) -> DCModernBertConfig:
         fields = {**self.arguments.model, **ARMS[arm][1]}

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...common.environment import of_runs
-from ...common.paired import holm
+from ...common.paired import add_holm
 from .arms import ARMS, QUESTION
 from .log_rank import log_rank
 from .plan import Place
@@ -68,9 +68,7 @@ def _over_tasks(tasks: Sequence[Record], other: str) -> dict[str, float | None]:
 def _correct(tasks: Sequence[Record]) -> None:
     """Adds p values that are corrected over all tasks, one family for each pair of arms."""
     for pair in dict.fromkeys(name for task in tasks for name in task["log_rank"]):
-        tests = [task["log_rank"][pair] for task in tasks if pair in task["log_rank"]]
-        for test, p in zip(tests, holm([test["p"] for test in tests]), strict=True):
-            test["p_holm"] = p
+        add_holm([task["log_rank"][pair] for task in tasks if pair in task["log_rank"]])
 
 
 def _place(run: Mapping[str, Any]) -> Place:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...common import markdown
 from ...common.environment import of_runs
-from ...common.paired import diverged, holm, paired_difference, spread
+from ...common.paired import add_holm, diverged, mean_in_words, p_in_words, paired_difference, spread
 
 Record = dict[str, Any]
 # What a run says of its model.
@@ -68,8 +68,7 @@ def _differences(
         if seeds:
             test = paired_difference([values[seed] for seed in seeds], [others[seed] for seed in seeds])
             rows.append({"arm": first, "other": second, "seeds": seeds, **test})
-    for row, corrected in zip(rows, holm([row["p"] for row in rows]), strict=True):
-        row["p_holm"] = corrected
+    add_holm(rows)
     return rows
 
 
@@ -111,9 +110,7 @@ def _difference(test: Mapping[str, Any], digits: int) -> list[str]:
     """Mean difference with its interval, and p; those of a single seed have neither, those of diverged runs nothing."""
     if told := diverged(test, test["seeds"]):
         return [told, ""]
-    interval = " to ".join(f"{limit:+.{digits}f}" for limit in test["interval_95"] or ())
-    mean = f"{test['mean']:+.{digits}f}" + (f" ({interval})" if interval else "")
-    return [mean, "" if test["p_holm"] is None else f"{test['p_holm']:.2g}"]
+    return [mean_in_words(test, f"+.{digits}f"), p_in_words(test["p_holm"])]
 
 
 def _mean(summary: Mapping[str, Any], seeds: Sequence[int], digits: int) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...common import markdown
 from ...common.environment import OF_A_RUN, of_runs
-from ...common.paired import holm, paired_difference, spread
+from ...common.paired import add_holm, interval_in_words, p_in_words, paired_difference, spread
 
 Record = dict[str, Any]
 
@@ -82,8 +82,7 @@ def composition_differences(cells: Sequence[Mapping[str, Any]]) -> list[dict[str
             if on is not None and off is not None:
                 values = [cell["longer_lengths"]["values"] for cell in (on, off)]
                 here.append({"task": task, "scheme": scheme, **paired_difference(*values)})
-        for row, corrected in zip(here, holm([row["p"] for row in here]), strict=True):
-            row["p_holm"] = corrected
+        add_holm(here)
         differences += here
     return differences
 
@@ -132,9 +131,8 @@ def _differences_table(record: Mapping[str, Any]) -> str:
     head = ["task", "scheme", "composed - plain, longer", "95 % interval", "p (Holm)"]
     rows = []
     for row in record["composition"]:
-        interval = "" if row["interval_95"] is None else "{:+.3f} to {:+.3f}".format(*row["interval_95"])
-        corrected = "" if row["p_holm"] is None else f"{row['p_holm']:.2g}"
-        rows.append([row["task"], row["scheme"], f"{row['mean']:+.3f}", interval, corrected])
+        words = interval_in_words(row, "+.3f"), p_in_words(row["p_holm"])
+        rows.append([row["task"], row["scheme"], f"{row['mean']:+.3f}", *words])
     return markdown.table(head, rows)
 
 

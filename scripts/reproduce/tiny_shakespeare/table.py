@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...common.markdown import table
-from ...common.paired import diverged
+from ...common.paired import diverged, interval_in_words, p_in_words
 from .plan import GROUPS
 from .record import PAPER_ORDER
 from .text import TRAIN_SHARE
@@ -174,9 +174,7 @@ def _difference(comparison: Mapping[str, Any]) -> list[str]:
         if told := diverged(one, comparison["seeds"]):
             cells += [told, "", ""]
             continue
-        interval = one["interval_95"]
-        cells += [f"{one['mean']:+.4f}", "" if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}"]
-        cells += ["" if one["p"] is None else f"{one['p']:.2g}"]
+        cells += [f"{one['mean']:+.4f}", interval_in_words(one, "+.4f"), p_in_words(one["p"])]
     return cells
 
 

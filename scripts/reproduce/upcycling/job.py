@@ -4,11 +4,9 @@ from functools import partial
 from pathlib import Path
 
 from ...common.arguments import command_line
-from ...compare.figures import PLOT, draw_arms
-from ...compare.job import Losses, measured_run
+from ...compare.job import Losses, measured_run, report_arms
 from ...compare.record import Record, make_record
-from ...compare.study_folder import claim, draw, lock_of, write_record
-from ...compare.table import table
+from ...compare.study_folder import claim
 from ...pretrain.texts import check_same_texts
 from .arguments import UpcyclingArguments
 from .runs import ARMS, Runs
@@ -21,12 +19,7 @@ def run_study(arguments: UpcyclingArguments) -> str:
         UserError: the folder holds a study with other settings, a run failed, or there is no record to redraw.
     """
     output = Path(str(arguments.output))
-    if not arguments.redraw:
-        with lock_of(output):
-            record = make_runs(arguments, output)
-        record["command"] = command_of(arguments)
-        write_record(output, record)
-    return draw(output, table, draw_arms, PLOT)
+    return report_arms(output, None if arguments.redraw else lambda: make_runs(arguments, output))
 
 
 def command_of(arguments: UpcyclingArguments) -> str:
@@ -52,12 +45,13 @@ def make_runs(arguments: UpcyclingArguments, output: Path) -> Record:
         for seed in arguments.seeds
     }
     parents = [measured_run(partial(runs.parent, seed)) for seed in arguments.seeds]
-    return make_record(
+    record = make_record(
         {**runs.settings(), **tuning, "chosen": rates},
         arms={name: {seed: ended[name] for seed, ended in measured.items()} for name in ARMS},
         labels={name: arm.label for name, arm in ARMS.items()},
         parents=[parent for parent in parents if parent is not None],
     )
+    return {**record, "command": command_of(arguments)}
 
 
 def choose_rates(arguments: UpcyclingArguments, runs: Runs) -> tuple[dict[str, float], dict[str, Losses]]:

@@ -227,7 +227,7 @@ def test_a_model_that_cannot_be_built_is_refused_before_the_first_run(
 
 def test_what_the_comparison_sets_is_not_common(tmp_path: Path, text: Path):
     files = [variant(tmp_path, "a", text), variant(tmp_path, "b", text, model_type="llama")]
-    with pytest.raises(UserError, match="common has output, seed, which the comparison sets for each run"):
+    with pytest.raises(UserError, match="common has output, seed, which the comparison decides"):
         read_variants(files, {"seed": 7, "output": "runs"})
 
 

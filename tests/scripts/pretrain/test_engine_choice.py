@@ -104,6 +104,7 @@ def test_several_processes_share_weights_if_asked_to(
     [
         ("optimizer", "muon"),
         ("ema_decay", 0.9),
+        ("ema_decay", 0.0),
         ("freeze_parent_steps", 3),
         ("compile", True),
     ],

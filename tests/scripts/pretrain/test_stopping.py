@@ -98,6 +98,12 @@ def test_a_command_that_would_not_continue_says_what_does(
         run(tmp_path / "run", corpus, overwrite=True)
 
 
+def test_after_the_last_update_overwrite_is_not_advised(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(job, "summarize", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(StoppedError, match="the same command without --resume and --overwrite continues the run"):
+        run(tmp_path / "run", corpus, overwrite=True)
+
+
 def test_before_the_first_update_a_signal_ends_the_run_at_once(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

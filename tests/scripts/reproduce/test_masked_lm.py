@@ -25,7 +25,9 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 
 def test_all_arms_begin_with_the_same_weights_where_they_have_the_same(runs: Runs) -> None:
-    folders = {arm: runs._make_initial(3, arm) for arm in ARMS}
+    for seed, arm in [*((3, arm) for arm in ARMS), (4, "plain")]:
+        runs._make_initial(seed, arm)
+    folders = {arm: runs._initial(3, arm) for arm in ARMS}
     weights = {arm: load_file(folder / "model.safetensors") for arm, folder in folders.items()}
     plain = weights.pop("plain")
     for arm, found in weights.items():
@@ -34,7 +36,7 @@ def test_all_arms_begin_with_the_same_weights_where_they_have_the_same(runs: Run
         assert len(shared) == len(plain) - (6 if arm == "wide" else 0)  # three matrices of two MLPs
     sizes = {arm: sum(tensor.numel() for tensor in found.values()) for arm, found in weights.items()}
     assert abs(sizes["wide"] / sizes["all"] - 1) < 0.01
-    assert not load_file(runs._make_initial(4, "plain") / "model.safetensors")["model.embed_tokens.weight"].equal(
+    assert not load_file(runs._initial(4, "plain") / "model.safetensors")["model.embed_tokens.weight"].equal(
         plain["model.embed_tokens.weight"]
     )
     dropout = AutoConfig.from_pretrained(folders["dropout"])
