@@ -24,8 +24,7 @@ def builtin_documents(split: Split) -> list[str]:
     Raises:
         ValueError: `split` is neither "train" nor "validation".
     """
-    if split not in get_args(Split):
-        raise ValueError(f"the built-in corpus has the splits {get_args(Split)}, not {split!r}")
+    _check_split(split)
     documents = []
     for paragraphs in _unique_pages():
         cut = len(paragraphs) - int(len(paragraphs) * HELD_OUT_SHARE)
@@ -35,14 +34,18 @@ def builtin_documents(split: Split) -> list[str]:
     return documents
 
 
+def _check_split(split: str) -> None:
+    if split not in get_args(Split):
+        raise ValueError(f"the built-in corpus has the splits {get_args(Split)}, not {split!r}")
+
+
 def builtin_conversations(split: Split) -> list[list[dict[str, str]]]:
     """Returns a question for each heading of the corpus, answered by the paragraph below it; every tenth is held out.
 
     Raises:
         ValueError: `split` is neither "train" nor "validation".
     """
-    if split not in get_args(Split):
-        raise ValueError(f"the built-in corpus has the splits {get_args(Split)}, not {split!r}")
+    _check_split(split)
     return [
         [
             {"role": "user", "content": f"What does the language reference say about this? {heading}"},

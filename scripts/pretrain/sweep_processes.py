@@ -3,12 +3,13 @@
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from ..common.environment_variables import variables_set
 from ..common.errors import StoppedError, UserError
 from ..common.signals import SIGNALS, signals_received
 
@@ -90,7 +91,7 @@ def start(slot: int, at_once: int, value: float, task: SweepTask[Any]) -> Worker
     answers, ending = multiprocessing.Pipe(duplex=False)
     # A process that is forked after PyTorch has used its threads can hang.
     process = multiprocessing.get_context("spawn").Process(target=_work, args=(task, ending))
-    with environment(share_of(slot, at_once, os.environ, os.cpu_count() or 1)):
+    with variables_set(share_of(slot, at_once, os.environ, os.cpu_count() or 1)):
         process.start()
     ending.close()
     return Worker(slot, value, process, answers)
@@ -113,21 +114,6 @@ def gpu_count() -> int:
     import torch  # here, because torch is slow to import and only a sweep with several workers needs it in this module
 
     return torch.cuda.device_count()
-
-
-@contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables during the block, for processes that are started in it."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def forward_signal(number: int, workers: list[Worker]) -> None:

@@ -49,9 +49,10 @@ def main(argv: Sequence[str]) -> int:
     arguments = parse_arguments(SpeculationArguments, argv, prog="dynattn reproduce speculation", description=__doc__)
     from .study_files import check_readable, claim_folder, describe_run, held_out_windows, write_study
 
-    longest, said = arguments.prompt_length + arguments.tokens, "prompt_length={} and tokens={}"
+    longest = arguments.prompt_length + arguments.tokens
+    said = f"prompt_length={arguments.prompt_length} and tokens={arguments.tokens}"
     for run in (arguments.run, *arguments.drafts):
-        check_readable(run, longest, said.format(arguments.prompt_length, arguments.tokens))
+        check_readable(run, longest, said)
     prompts = held_out_windows(arguments.run, arguments.prompt_length)[: arguments.prompts]
     if len(prompts) < arguments.prompts:
         raise UserError(

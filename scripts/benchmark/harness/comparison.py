@@ -68,10 +68,6 @@ def run_case(
             return failure
         return None
 
-    def prepare(candidate: Candidate) -> Call:
-        begin(candidate.name)
-        return qualify(candidate.prepare(case.problem), rows[candidate.name], references, settings)
-
     with fresh_compilation():
         for candidate in candidates:
             row = rows[candidate.name]
@@ -82,7 +78,8 @@ def run_case(
                 row["failure"] = failure
                 continue
             try:
-                calls[candidate.name] = prepare(candidate)
+                begin(candidate.name)
+                calls[candidate.name] = qualify(candidate.prepare(case.problem), row, references, settings)
             except OverBudgetError as error:
                 row["failure"] = f"{OVER_BUDGET}: {error}"
             except Exception as error:  # compilers and kernels raise exceptions of any type

@@ -1,6 +1,5 @@
 """The attention op: forward, and forward with backward."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +15,7 @@ from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, dcmh
 from dynattn.modeling.ops.dcmha.composition import Composition
 from dynattn.modeling.ops.masking import visible_keys
 
+from ...common.environment_variables import variables_set
 from ..baselines import x_transformers
 from ..baselines.dcmha import attend_in_chunks, attend_whole
 from ..harness.accuracy import Results
@@ -152,15 +152,8 @@ def call_op(inputs: OpInputs, implementation: str) -> Tensor:
 @contextmanager
 def compiling_as(mode: str) -> Iterator[None]:
     """Sets the variable that decides what our op compiles, for a while."""
-    before = os.environ.get(COMPILE_VARIABLE)
-    os.environ[COMPILE_VARIABLE] = mode
-    try:
+    with variables_set({COMPILE_VARIABLE: mode}):
         yield
-    finally:
-        if before is None:
-            del os.environ[COMPILE_VARIABLE]
-        else:
-            os.environ[COMPILE_VARIABLE] = before
 
 
 def attend_uncomposed(inputs: OpInputs, *, implementation: str) -> Tensor:

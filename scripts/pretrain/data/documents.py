@@ -150,8 +150,8 @@ def load_stream(source: str, arguments: PretrainArguments) -> IterableDataset:
             raise UserError(f"{source} mixes {' and '.join(kinds)} files, and streaming reads one kind; convert them")
         stream = _load_files(kinds[0], files, streaming=True)
     column = arguments.chat_column or arguments.text_column
-    if stream.column_names is not None and column not in stream.column_names:
-        raise UserError(f"{source} has no column {column!r}, only {stream.column_names}; name one of them")
+    if stream.column_names is not None:
+        _check_column(stream.column_names, column, "chat_column" if arguments.chat_column else "text_column", source)
 
     def to_text(row: dict[str, Any]) -> dict[str, str]:
         value = row[column]
@@ -245,10 +245,7 @@ def _select(dataset: Dataset, arguments: PretrainArguments, source: str) -> Data
     if arguments.chat_column is None:
         return _select_text(dataset, arguments.text_column, source)
     column = arguments.chat_column
-    if column not in dataset.column_names:
-        raise UserError(
-            f"{source} has no column {column!r}, only {dataset.column_names}; set chat_column to one of them"
-        )
+    _check_column(dataset.column_names, column, "chat_column", source)
     for turns in dataset.select(range(1))[column]:
         if not isinstance(turns, list) or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
             raise UserError(
@@ -258,16 +255,19 @@ def _select(dataset: Dataset, arguments: PretrainArguments, source: str) -> Data
     return dataset.map(lambda row: {"text": as_json(row[column])}, remove_columns=dataset.column_names)
 
 
+def _check_column(names: list[str], column: str, option: str, source: str) -> None:
+    """Raises UserError if the column that an option names is not among the `names` of a source."""
+    if column not in names:
+        raise UserError(f"{source} has no column {column!r}, only {names}; set {option} to one of them")
+
+
 def as_json(turns: Any) -> str:
     """A conversation as JSON with sorted keys, so that equal conversations give equal text."""
     return json.dumps(turns, ensure_ascii=False, sort_keys=True)
 
 
 def _select_text(dataset: Dataset, column: str, source: str) -> Dataset:
-    if column not in dataset.column_names:
-        raise UserError(
-            f"{source} has no column {column!r}, only {dataset.column_names}; set text_column to one of them"
-        )
+    _check_column(dataset.column_names, column, "text_column", source)
     kind = dataset.features[column]
     if not isinstance(kind, Value) or kind.dtype not in ("string", "large_string"):
         raise UserError(

@@ -1,7 +1,6 @@
 """What a model learns to predict: which tokens are targets, and what the model reads in their places."""
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 import numpy as np
 import torch
@@ -128,7 +127,7 @@ class Examples(Dataset[Item]):
     def __init__(self, sequences: Sequences, objective: Objective) -> None:
         self.sequences, self.objective = sequences, objective
 
-    def __getitem__(self, index: Any) -> Item:
+    def __getitem__(self, index: tuple[int, int]) -> Item:
         """The example of tensors `[T]` for `(sequence, draw)`."""
         sequence, draw = index
         return self.objective.example(self.sequences[sequence], draw)

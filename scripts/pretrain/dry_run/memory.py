@@ -261,12 +261,12 @@ def engine_memory(
         averages: bytes of the weights' moving averages, if they are kept.
     """
     whole = rehearsal.weights
-    share = {"ddp": 1, "hsdp": min(gpus, group)}.get(name, gpus)
     if name.startswith("zero"):
         return _zero_memory(int(name[-1]), rehearsal, gpus, moments + averages)
     if name == "ddp":
         copies = whole if gpus > 1 else 0
         return EngineMemory(whole, whole, moments + averages, copies, rehearsal.activations)
+    share = min(gpus, group) if name == "hsdp" else gpus
     # Three times a layer: the weights of the layer that runs, of the next one, which is fetched, and one's gradients.
     pieces = 3 * rehearsal.largest_layer * (BFLOAT16 if bf16 else FLOAT32) // FLOAT32
     return EngineMemory(

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -100,6 +99,5 @@ class Engine:
     def describe(self) -> str:
         """Processes, engine and sharding in one line."""
         accelerator = self.accelerator
-        device = torch.device(accelerator.device).type
-        plural = "es" if accelerator.num_processes > 1 else ""
-        return f"engine: {self.name}, {accelerator.num_processes} process{plural} on {device}, {self.sharding()}"
+        processes = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
+        return f"engine: {self.name}, {processes} on {accelerator.device.type}, {self.sharding()}"

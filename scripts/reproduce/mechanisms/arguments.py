@@ -6,6 +6,9 @@ from typing import Literal
 from ...common.errors import UserError
 from ...common.number_ranges import check_rates, check_seconds, check_seeds
 
+QUICK_ARMS = ("plain", "plain-2h", "full")
+QUICK_STEPS = 100
+
 
 @dataclass
 class MechanismsArguments:
@@ -58,7 +61,3 @@ class MechanismsArguments:
             raise UserError(
                 f"workers={self.workers} must be 1 or more; layers={self.layers} and heads={self.heads} from 1 to 64"
             )
-
-
-QUICK_ARMS = ("plain", "plain-2h", "full")
-QUICK_STEPS = 100

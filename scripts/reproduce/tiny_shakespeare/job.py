@@ -83,15 +83,16 @@ def choose_setting(arguments: StudyArguments, group: Group, corpus: Corpus) -> S
     setting = (QUICK if arguments.quick else SETTINGS)[group.setting]
     setting = replace(setting, streams=arguments.streams or setting.streams)
     check_lengths(corpus, setting)
-    steps = arguments.steps or group.longer * setting.steps
+    segments = len(TokenStreams.cut(corpus.train, setting.streams, setting.segment))
     if arguments.epochs is not None:
-        segments = len(TokenStreams.cut(corpus.train, setting.streams, setting.segment))
         steps = max(1, round(arguments.epochs * segments))
-    if group.patience is not None and not (arguments.steps or arguments.epochs or arguments.quick):
-        steps = MOST_PASSES * len(TokenStreams.cut(corpus.train, setting.streams, setting.segment))
+    elif group.patience is not None and not (arguments.steps or arguments.quick):
+        steps = MOST_PASSES * segments
+    else:
+        steps = arguments.steps or group.longer * setting.steps
     # A run whose end is open warms up as the official one does.
-    warmup = max(1, round(WARMUP_SHARE * steps)) if group.patience is None else OFFICIAL_WARMUP
-    warmup = setting.warmup if group.setting == "official" else warmup
+    is_official = group.setting == "official" or group.patience is not None
+    warmup = OFFICIAL_WARMUP if is_official else max(1, round(WARMUP_SHARE * steps))
     return replace(setting, steps=steps, warmup=warmup, patience=group.patience)
 
 

@@ -1,6 +1,5 @@
 """`dcmha_attention`: every implementation against the definition in float64, outputs and gradients."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from random import Random
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from dynattn import Composition, dcmha_attention
 from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS
+from dynattn.scripts.common.environment_variables import variables_set
 
 from ..harness import Case, Kind
 from ..tensors import (
@@ -237,15 +237,8 @@ def is_chosen(leaf: str, case: Case, implementation: str) -> bool:
 @contextmanager
 def composing(name: str) -> Iterator[str | None]:
     """Chooses what the chunked implementation composes with; yields the name that the op takes."""
-    before = os.environ.get("DYNATTN_COMPILE")
-    os.environ["DYNATTN_COMPILE"] = "0" if name == "chunked" else "auto"
-    try:
+    with variables_set({"DYNATTN_COMPILE": "0" if name == "chunked" else "auto"}):
         yield {"C code": "chunked", "default": None}.get(name, name)
-    finally:
-        if before is None:
-            del os.environ["DYNATTN_COMPILE"]
-        else:
-            os.environ["DYNATTN_COMPILE"] = before
 
 
 KIND = Kind("composed-op", generate, check, fast=24, batch=60)

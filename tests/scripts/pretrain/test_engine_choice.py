@@ -25,7 +25,7 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
 
 def processes(number: int) -> Accelerator:
-    return cast("Accelerator", SimpleNamespace(num_processes=number, device="cpu"))
+    return cast("Accelerator", SimpleNamespace(num_processes=number, device=torch.device("cpu")))
 
 
 @pytest.mark.parametrize(
