@@ -5,7 +5,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .atomic_file import flush, flush_tree
@@ -33,6 +33,7 @@ def staged_folder(destination: Path, check: Callable[[], None] | None = None) ->
         UserError: a file or folder cannot be written, in the block or here.
     """
     staging, replaced = (_sibling(destination, kind, f"{MACHINE}-{os.getpid()}") for kind in (STAGING, REPLACED))
+    made = [folder for folder in destination.parents if not folder.exists()]  # innermost first
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
@@ -51,6 +52,9 @@ def staged_folder(destination: Path, check: Callable[[], None] | None = None) ->
             replaced.replace(destination)
         for leftover in (staging, replaced):
             shutil.rmtree(leftover, ignore_errors=True)
+        with suppress(OSError):  # of folders that are not empty
+            for folder in made:
+                folder.rmdir()
 
 
 def check_destination(destination: Path, source: Path, overwrite: bool) -> None:

@@ -77,6 +77,9 @@ def make_probe(folder: Path, *configs: PreTrainedConfig) -> Tensor:
     Args:
         folder: of one of them, where a tokenizer may be.
         configs: of the models.
+
+    Raises:
+        UserError: one of them has too few positions.
     """
     windows = [getattr(config, "sliding_window", None) or 0 for config in configs]
     heads = max(getattr(config, "num_attention_heads", 1) for config in configs)
@@ -84,6 +87,8 @@ def make_probe(folder: Path, *configs: PreTrainedConfig) -> Tensor:
         affordable_tokens(count_elements(TensorSource(folder).shapes.values())), longest_within_memory(2, heads)
     )
     shortest = min(getattr(config, "max_position_embeddings", None) or PROBE_WITHOUT_WINDOW for config in configs)
+    if shortest <= DECODED:
+        raise UserError(f"max_position_embeddings={shortest} is too short for a comparison, which needs {DECODED + 1}")
     length = max(DECODED + 1, min(max(PROBE_WITHOUT_WINDOW, 2 * max(windows) + 8), shortest, affordable))
     vocabulary = min(config.vocab_size for config in configs)
     ids = text_ids(folder, 2 * length, vocabulary)

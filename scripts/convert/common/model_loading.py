@@ -18,6 +18,9 @@ from .tensor_source import TensorSource, count_elements
 
 logger = logging.get_logger(__name__)
 
+# Makes Transformers report weights that do not fit, of which `find_misfits` names the first, instead of raising.
+TELLING: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+
 
 def load_config(folder: Path) -> PreTrainedConfig:
     """Reads the configuration in `folder` with Transformers.
@@ -47,7 +50,7 @@ def load_converted(folder: Path, dtype: torch.dtype, config: PreTrainedConfig | 
     require_memory(folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False
+            folder, config=config, dtype=dtype, trust_remote_code=False, **TELLING
         )
         model, info = loaded
     except (OSError, ValueError, RuntimeError) as error:
@@ -79,8 +82,7 @@ def load_for_probe(
         UserError: it does not load, tensors are missing, or memory is short.
     """
     require_memory(folder)
-    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
-    options["trust_remote_code"] = False
+    options = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": False, **TELLING}
     try:
         with quiet_loading():
             loaded: Any = getattr(transformers, auto_class).from_pretrained(folder, config=config, **options)

@@ -20,12 +20,14 @@ from ...common.rounding import NOISE_MULTIPLE, largest, smallest_error
 # A check makes about three passes, each of two operations per parameter and token.
 AFFORDABLE_OPERATIONS, OPERATIONS_PER_PARAMETER = 2e13, 6
 # Rounding explains no more than this share of the largest answer. Where ways of running a model differ by more, it does
-# not compute the same in all of them, as rotary angles that depend on the longest row do not.
+# not compute the same in all of them: rotary angles may depend on the longest row, or the memory on the segments.
 LARGEST_NOISE = 1e-3
 # Tokens of the shortest probe, and of one for models without a sliding window.
 SHORTEST_PROBE, PROBE_WITHOUT_WINDOW = 16, 64
 # Elements of the maps of all heads, of which the eager attention of a layer holds several copies in float32.
 LARGEST_MAP = 2**27
+# As many rows as a map in float64, with which official formulas are computed, takes the memory of.
+FLOAT64_MAPS = 2
 
 
 @dataclass(frozen=True)
@@ -135,10 +137,12 @@ def compare_answers(first: Answers, second: Answers) -> Comparison:
 def rounding_between(*pairs: tuple[Tensor, Tensor]) -> float:
     """The largest difference of answers `[...]` that should be equal; at least one float32 rounding of the first.
 
+    Pairs that differ by more than `LARGEST_NOISE` are not counted: the model does not compute the same in both ways.
     Answers below 1 count as 1: they are sums of larger terms that cancel, as a single class score is.
     """
     floor = max(smallest_error(pairs[0][0]), torch.finfo(torch.float32).eps)
-    return max(floor, *(largest(one - other) for one, other in pairs))
+    differences = [largest(one - other) for one, other in pairs]
+    return max([floor, *(one for one in differences if one <= LARGEST_NOISE * largest(pairs[0][0]))])
 
 
 def affordable_tokens(parameters: int, segments: int = 1) -> int:

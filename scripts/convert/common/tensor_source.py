@@ -19,6 +19,8 @@ from ...common.errors import UserError, first_line
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state")
+# Suffixes under which others store what is read here as `.bin`.
+OTHER_PICKLES = (".pth", ".pt", ".ckpt")
 NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.\w+)")
 
 
@@ -125,7 +127,9 @@ def find_weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
         found = sorted(path for path in folder.glob(f"*{suffix}") if not path.stem.startswith(NO_WEIGHTS))
         if found:
             return _require_files(_complete_numbering(found), "their numbering"), {}
-    raise UserError(f"{folder} has no weights (*.safetensors or *.bin)")
+    others = sorted(path.name for path in folder.glob("*") if path.suffix in OTHER_PICKLES)
+    rename = f"; if {others[0]} is a state dict, call it pytorch_model.bin" if others else "; give another folder"
+    raise UserError(f"{folder} has no weights (*.safetensors or *.bin){rename}")
 
 
 def load_pickle(path: Path) -> dict[str, Tensor]:

@@ -15,6 +15,9 @@ from torch import Tensor
 from ...common.errors import UserError
 from .transforms import KEEP, Transform
 
+# How names begin in state dicts of models that DistributedDataParallel or `torch.compile` has wrapped.
+WRAPPERS = ("module.", "_orig_mod.")
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -69,13 +72,15 @@ def plan_import(weight_map: WeightMap, keys: Iterable[str]) -> tuple[list[Step],
         UserError: a tensor of ours has no source, or more than one, or a key is not in the map.
     """
     keys = set(keys)
+    if wrapper := next((prefix for prefix in WRAPPERS if keys and all(key.startswith(prefix) for key in keys)), None):
+        raise UserError(f"the names of all weights begin with {wrapper}; save the state dict of the model inside")
     candidates = list(expand(weight_map.rules, weight_map.layers))
     chosen = [rule for rule in candidates if keys.issuperset(rule.theirs)]
     _require_one_source(candidates, chosen)
     used = {key for rule in chosen for key in rule.theirs}
     dropped = _match_drops(weight_map, keys - used)
     if unknown := keys - used - {key for found in dropped.values() for key in found}:
-        raise UserError(f"the weights have {_some(unknown)} which {_are(unknown)} no part of this format")
+        raise UserError(_refusal_of(unknown))
     steps = [Step(rule.theirs, rule.ours, rule.transform.forward, rule.transform.backward) for rule in chosen]
     return steps, dropped
 
@@ -95,7 +100,7 @@ def plan_export(weight_map: WeightMap, keys: Iterable[str]) -> list[Step]:
     if absent := written - keys:
         raise UserError(f"the weights lack {_some(absent)}; config.json asks for {_them(absent)}")
     if unknown := keys - written:
-        raise UserError(f"the weights have {_some(unknown)} which {_are(unknown)} no part of this format")
+        raise UserError(_refusal_of(unknown))
     return steps + list(_restored(weight_map))
 
 
@@ -174,6 +179,11 @@ def _some(keys: set[str]) -> str:
 
 def _are(keys: set[str]) -> str:
     return "is" if len(keys) == 1 else "are"
+
+
+def _refusal_of(unknown: set[str]) -> str:
+    are = _are(unknown)
+    return f"the weights have {_some(unknown)} which {are} no part of this format; leave {_them(unknown)} out"
 
 
 def _them(keys: set[str]) -> str:

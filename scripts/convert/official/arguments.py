@@ -6,6 +6,8 @@ from typing import Literal
 from ...common.errors import UserError
 from ..common.arguments import ConversionArguments
 
+LARGEST_WINDOW = 2**31 - 1
+
 
 @dataclass
 class OfficialArguments(ConversionArguments):
@@ -34,14 +36,16 @@ class OfficialArguments(ConversionArguments):
     )
     static: Literal["refuse", "keep", "drop"] = field(
         default="refuse",
-        metadata={"help": "what to do with static matrices (pre_proj.w, post_proj.w) that are no identity"},
+        metadata={"help": "what to do with static matrices (pre_proj.w, post_proj.w, sw) that are no identity"},
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         least = 1 if self.official_prefill_window else 2  # which adds a key
-        if self.window is not None and self.window < least:
-            raise UserError(f"window must be at least {least}, a token and one before it, not {self.window}")
+        if self.window is not None and not least <= self.window <= LARGEST_WINDOW:
+            raise UserError(
+                f"window must be from {least}, a token and one before it, to {LARGEST_WINDOW}, not {self.window}"
+            )
         given = self.given(("window", "official_prefill_window", "prefer_merged", "family", "static"))
         if self.reverse and given:
             raise UserError(f"{given} only matter for reading the official format; leave out --reverse or them")

@@ -126,14 +126,14 @@ class OfficialConfig:
             "compose_key_wise": not self.query_wise,
             **{name: getattr(self, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
         }
-        rope = {"rope_type": "default", "rope_theta": float(self.rope_base or 0)}
+        rope, epsilon = {"rope_type": "default", "rope_theta": float(self.rope_base or 0)}, float(self.norm_eps)
         try:
             if self.family == "dcformer":
                 mgate_dim = self.mgate_dim if self.mgate else None
-                return DCFormerConfig(**shared, rms_norm_eps=self.norm_eps, rope_parameters=rope, mgate_dim=mgate_dim)
+                return DCFormerConfig(**shared, rms_norm_eps=epsilon, rope_parameters=rope, mgate_dim=mgate_dim)
             return DCPythiaConfig(
                 **shared,
-                layer_norm_eps=self.norm_eps,
+                layer_norm_eps=epsilon,
                 rope_parameters={**rope, "partial_rotary_factor": self.rotary_pct},
                 use_parallel_residual=self.use_parallel_residual,
                 attention_bias=self.use_linear_bias,
@@ -242,4 +242,13 @@ def pattern_warnings(config: OfficialConfig) -> Iterator[str]:
         yield (
             f"window_size {config.window_size} was taken at its word; with window_type {config.window_type!r} the "
             f"unchanged official code sees {PATTERN_WINDOW} keys instead (--window {PATTERN_WINDOW})"
+        )
+
+
+def length_warnings(config: OfficialConfig) -> Iterator[str]:
+    """A warning where the official DCFormer, which masks whole windows, has no masks for so few positions."""
+    if config.family == "dcformer" and config.window_size and config.block_size < 3 * config.window_size:
+        yield (
+            f"the official code cannot decode with {config.block_size} positions and windows of {config.window_size}: "
+            f"it needs three windows; raise block_size in its config.json to {3 * config.window_size} or more"
         )

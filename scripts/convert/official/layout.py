@@ -16,7 +16,7 @@ OUTER = {"tok_embeddings": "model.embed_tokens", "output": "lm_head"}
 LAYER = "layers.{layer}."
 ATTENTION, OUR_ATTENTION = LAYER + "attention.", "model.layers.{layer}.self_attn."
 DYNAMIC, OUR_DYNAMIC = ATTENTION + "dyn_w_proj.", OUR_ATTENTION + "composition."
-STATIC = ("pre_proj.w", "post_proj.w")
+STATIC, MERGED_STATIC = ("pre_proj.w", "post_proj.w"), "sw"
 NORMS = {
     "norm": "model.norm",
     LAYER + "attention_norm": "model.layers.{layer}.input_layernorm",
@@ -51,7 +51,7 @@ def official_map(config: OfficialConfig, *, prefer_merged: bool = False, keep_st
         rules.append(static_rule())
     else:
         drops += [Drop(DYNAMIC + name, BUFFER, lambda: torch.eye(config.n_head)[None]) for name in STATIC]
-    drops += [Drop(DYNAMIC + "sw", BUFFER), Drop(ATTENTION + "kv_cache.*", CACHE)]
+    drops += [Drop(DYNAMIC + MERGED_STATIC, BUFFER), Drop(ATTENTION + "kv_cache.*", CACHE)]
     drops += [Drop(name, CACHE) for name in ("freqs_cis", "causal_mask")]
     return WeightMap(config.n_layer, tuple(rules), tuple(drops))
 

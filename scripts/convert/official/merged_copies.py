@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..common.tensor_source import TensorSource
 from .config import OfficialConfig
-from .layout import DYNAMIC, STATIC
+from .layout import DYNAMIC, MERGED_STATIC, STATIC
 
 
 def stale_copies(source: TensorSource, config: OfficialConfig) -> Iterator[tuple[int, float]]:
@@ -50,3 +50,23 @@ def static_matrices(source: TensorSource, config: OfficialConfig) -> tuple[list[
                 is_placeholder = not matrix.any() or torch.equal(matrix, torch.eye(config.n_head)[None])
                 (placeholders if is_placeholder else mixing).append(key)
     return mixing, placeholders
+
+
+def trained_statics(source: TensorSource, config: OfficialConfig) -> list[str]:
+    """The names of merged static matrices (`sw`) that are neither the identity nor made from `pre_proj.w, post_proj.w`.
+
+    Official code makes them with `use_sw`, and its training trains them alone.
+    """
+    trained: list[str] = []
+    identity = torch.eye(config.n_head).expand(len(STATIC), -1, -1)
+    for layer in range(config.n_layer):
+        prefix = DYNAMIC.replace("{layer}", str(layer))
+        if (key := prefix + MERGED_STATIC) not in source.headers:
+            continue
+        originals = [identity]
+        if source.headers.keys() >= {prefix + name for name in STATIC}:
+            originals.append(identity + torch.cat([source.read(prefix + name).float() for name in STATIC]))
+        copy = source.read(key)
+        if all(merged_difference(copy, original) for original in originals):
+            trained.append(key)
+    return trained

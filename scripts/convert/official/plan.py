@@ -16,10 +16,10 @@ from ..common.tensor_source import TensorSource, count_elements
 from ..common.weight_map import plan_export, plan_import
 from ..common.writing import write_foreign_config, write_ours
 from .arguments import OfficialArguments
-from .config import OfficialConfig, field_warnings, pattern_warnings
+from .config import OfficialConfig, field_warnings, length_warnings, pattern_warnings
 from .export import to_json, to_official
 from .layout import official_map
-from .merged_copies import stale_copies, static_matrices
+from .merged_copies import stale_copies, static_matrices, trained_statics
 from .reference import OfficialModel
 from .verify import verify_logits
 
@@ -79,6 +79,7 @@ def plan_forward(arguments: OfficialArguments, raw: dict[str, Any], source: Tens
     steps, dropped = plan_import(weight_map, source.headers)
     config = official.to_ours(local_window(arguments, official), compose_static=keep_static)
     check_import(config, source, steps)
+    dtype = choose_dtype(arguments.dtype, source, steps)
     check_static(arguments, source, official)
     warnings = list(field_warnings(raw, official))
     if not arguments.prefer_merged:
@@ -87,7 +88,7 @@ def plan_forward(arguments: OfficialArguments, raw: dict[str, Any], source: Tens
         arguments=arguments,
         source=source,
         steps=in_file_order(steps, source),
-        dtype=choose_dtype(arguments.dtype, source, steps),
+        dtype=dtype,
         dropped=dropped,
         warnings=warnings,
         official=official,
@@ -112,7 +113,7 @@ def plan_reverse(arguments: OfficialArguments, raw: dict[str, Any], source: Tens
         source=source,
         steps=in_file_order(steps, source),
         dtype=choose_dtype(arguments.dtype, source, steps),
-        warnings=[*pattern_warnings(official), *warn_of_dropout(config)],
+        warnings=[*pattern_warnings(official), *length_warnings(official), *warn_of_dropout(config)],
         official=official,
         config=config,
     )
@@ -120,6 +121,11 @@ def plan_reverse(arguments: OfficialArguments, raw: dict[str, Any], source: Tens
 
 def check_static(arguments: OfficialArguments, source: TensorSource, official: OfficialConfig) -> None:
     """Raises UserError where there are static matrices and nobody said what to do, or there are none to keep."""
+    if (trained := trained_statics(source, official)) and arguments.static != "drop":
+        raise UserError(
+            f"{trained[0]} ({len(trained)} such tensors) is neither an identity nor made from pre_proj.w and "
+            "post_proj.w, as after training with the official use_sw, and cannot be converted; --static drop loses it"
+        )
     mixing, placeholders = static_matrices(source, official)
     if not mixing and arguments.static == "keep":
         raise UserError("--static keep, but the weights have no static matrix other than the identity; leave it out")

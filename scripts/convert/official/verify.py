@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..common.logits_check import LogitsCheck, compare
 from ..common.model_loading import load_converted
-from ..common.probe import PROBE_WITHOUT_WINDOW, affordable_tokens, random_ids
+from ..common.probe import FLOAT64_MAPS, PROBE_WITHOUT_WINDOW, affordable_tokens, longest_within_memory, random_ids
 from .reference import OfficialModel
 
 
@@ -26,8 +26,9 @@ def verify_logits(folder: Path, dtype: torch.dtype, official: OfficialModel) -> 
 
 
 def probe(official: OfficialModel, parameters: int) -> Tensor:
-    """Random token ids `[T]`, more than two windows long if the model allows and the time is bearable."""
+    """Random token ids `[T]`, more than two windows long if the model allows, and time and memory are bearable."""
     config = official.config
     has_local = "sliding_attention" in config.layer_types
     wanted = 2 * official.window + 8 if has_local and official.window else PROBE_WITHOUT_WINDOW
-    return random_ids(config.vocab_size, min(wanted, config.block_size, affordable_tokens(parameters)))
+    bearable = min(affordable_tokens(parameters), longest_within_memory(FLOAT64_MAPS, config.n_head))
+    return random_ids(config.vocab_size, min(wanted, config.block_size, bearable))

@@ -7,6 +7,7 @@ from ...common.errors import UserError
 from ..common.arguments import ConversionArguments
 from .constants import POSITIONS
 
+MOST_POSITIONS = 1 << 20
 FORWARD_ONLY = ("max_position_embeddings", "memory_type")
 REVERSE_ONLY = ("official_positions", "from_streaming")
 
@@ -44,6 +45,8 @@ class RCMHAArguments(ConversionArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not 1 <= self.official_positions <= MOST_POSITIONS:
+            raise UserError(f"official_positions must be from 1 to {MOST_POSITIONS}, not {self.official_positions}")
         if self.reverse and (given := self.given(FORWARD_ONLY)):
             raise UserError(f"{given} only matter for reading the official format; leave out --reverse or them")
         if not self.reverse and (given := self.given(REVERSE_ONLY)):

@@ -13,9 +13,12 @@ from dynattn.modeling.caches.names import named_cache
 from ...common.rounding import largest
 from ..common.logits_check import LogitsCheck, compare
 from ..common.model_loading import load_converted
-from ..common.probe import affordable_tokens, random_ids
+from ..common.probe import FLOAT64_MAPS, affordable_tokens, longest_within_memory, random_ids
 from .config import OfficialRCMHAConfig
 from .reference import OfficialRCMHA
+
+# Tokens of the longest segment after a full memory.
+SEGMENT = 64
 
 
 def verify_segments(
@@ -44,7 +47,9 @@ def verify_segments(
     check = compare(observed, official.logits(segments, torch.float64), official.logits(segments, torch.float32))
     if twin is config:
         return check, None
-    segments = list(probe(official.config, max(official.config.P, twin.max_position_embeddings), parameters))
+    # Without position tables nothing bounds what a segment and its memory have together.
+    reach = official.config.P if config.is_relative else official.config.mem_len + SEGMENT
+    segments = list(probe(official.config, max(reach, twin.max_position_embeddings), parameters))
     effect = segment_logits(load_converted(folder, dtype), segments) - official.logits(segments, torch.float32)
     return check, largest(effect)
 
@@ -70,10 +75,13 @@ def probe(config: OfficialRCMHAConfig, reach: int, parameters: int) -> Iterator[
     Args:
         config: the official configuration.
         reach: most tokens that a segment and its memory may have together.
-        parameters: of the model; a large one gets shorter segments.
+        parameters: of the model; a large one gets shorter segments, as do many heads.
     """
-    wanted = (config.mem_len // 2 + 1, config.mem_len // 2 + 2, 1, 5, 2, 64)
-    affordable = affordable_tokens(parameters, segments=len(wanted))
+    wanted = (config.mem_len // 2 + 1, config.mem_len // 2 + 2, 1, 5, 2, SEGMENT)
+    # A segment of half the memory sees up to twice as many keys as it has tokens.
+    affordable = min(
+        affordable_tokens(parameters, segments=len(wanted)), longest_within_memory(2 * FLOAT64_MAPS, config.heads)
+    )
     generator, seen = torch.Generator().manual_seed(0), 0
     for length in wanted:
         room = reach - min(seen, config.mem_len)

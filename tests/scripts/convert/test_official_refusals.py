@@ -124,8 +124,23 @@ def duplicate_projection(weights: dict[str, Tensor]) -> None:
     [
         (
             lambda w: w.update({"layers.0.attention.wz.weight": torch.zeros(2)}),
-            "layers.0.attention.wz.weight which is no",
+            "layers.0.attention.wz.weight which is no part of this format; leave it out",
         ),
+        (lambda w: [w.update({f"module.{key}": w.pop(key)}) for key in list(w)], "begin with module.; save the state"),
+        (
+            lambda w: w.update({"layers.1.attention.dyn_w_proj.sw": 3 * torch.eye(4).repeat(2, 1, 1)}),
+            "layers.1.attention.dyn_w_proj.sw (1 such tensors) is neither an identity nor made from pre_proj.w",
+        ),
+        (
+            lambda w: w.update(
+                {
+                    "layers.0.attention.dyn_w_proj.dd": w["layers.0.attention.dyn_w_proj.dd"].to(torch.float8_e4m3fn),
+                    "layers.0.attention.dyn_w_proj.dw_m": torch.zeros(64, 16 * 4 + 4 * 4),
+                }
+            ),
+            "dd in model.safetensors is",
+        ),
+        (lambda w: w["output.weight"].fill_(3e38), "overflow in float32"),
         (lambda w: w.pop("layers.1.attention.wo.weight"), "the weights lack layers.1.attention.wo.weight"),
         (lambda w: w.pop("layers.1.attention.dyn_w_proj.dd"), "the weights lack layers.1.attention.dyn_w_proj.dd"),
         (duplicate_projection, "leave one out"),
@@ -140,6 +155,37 @@ def test_weights_that_do_not_fit_are_refused(
     assert says in refused()
 
 
+def test_a_merged_static_matrix_that_says_nothing_new_is_dropped(official: Path, tmp_path: Path) -> None:
+    static = {"pre_proj.w": 0.5 * torch.eye(4)[None], "post_proj.w": torch.zeros(1, 4, 4)}
+    merged = torch.eye(4) + torch.cat(list(static.values()))
+    prefix = "layers.0.attention.dyn_w_proj."
+    edit_weights(official, lambda w: w.update({prefix + name: tensor for name, tensor in static.items()}))
+    edit_weights(official, lambda w: w.update({prefix + "sw": merged}))
+    assert run(official, tmp_path / "ours", "--static", "drop") == 0
+    edit_weights(official, lambda w: w.update({prefix + name: torch.eye(4)[None] for name in static}))
+    edit_weights(official, lambda w: w.update({prefix + "sw": torch.eye(4).repeat(2, 1, 1)}))
+    assert run(official, tmp_path / "again") == 0
+
+
+def test_folders_that_were_made_for_a_refused_conversion_vanish(
+    official: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit_weights(official, lambda w: w["output.weight"].fill_(float("nan")))
+    refusal(capsys, "official", official, tmp_path / "new" / "folder" / "ours")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_model_too_short_for_official_masks_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_ours(tmp_path / "made", max_position_embeddings=20)
+    assert run(tmp_path / "made", tmp_path / "official", "--reverse") == 0
+    assert "cannot decode with 20 positions and windows of 7: it needs three" in capsys.readouterr().err
+
+
+def test_whole_numbers_serve_as_official_epsilons(official: Path, tmp_path: Path) -> None:
+    edit_config(official, norm_eps=1)
+    assert run(official, tmp_path / "ours") == 0
+
+
 def test_a_source_without_folder_config_or_weights_is_refused(
     tmp_path: Path, official: Path, refused: Callable[..., str]
 ) -> None:
@@ -152,7 +198,9 @@ def test_a_source_without_folder_config_or_weights_is_refused(
     assert "is not JSON" in refused(source=tmp_path / "empty")
     assert "is a file" in refused(source=official / "config.json")
     (official / "model.safetensors").unlink()
-    assert "has no weights" in refused()
+    assert "has no weights (*.safetensors or *.bin); give another folder" in refused()
+    (official / "model.pth").touch()
+    assert "if model.pth is a state dict, call it pytorch_model.bin" in refused()
 
 
 @pytest.mark.parametrize("kept", [0, 4, 100, 20_000])
@@ -213,7 +261,8 @@ def test_missing_shards(official: Path, refused: Callable[..., str]) -> None:
 def test_options_without_meaning(official: Path, refused: Callable[..., str]) -> None:
     assert "no size" in refused("--max-shard-size", "big")
     assert "holds nothing" in refused("--max-shard-size", "0GB")
-    assert "at least 2" in refused("--window", "1")
+    assert "from 2, a token and one before it, to 2147483647, not 1" in refused("--window", "1")
+    assert "not 2147483648" in refused("--window", "2147483648")
     assert "no static matrix" in refused("--static", "keep")
     assert "only matter for reading" in refused("--reverse", "--prefer-merged")
     assert "not in our format" in refused("--reverse")

@@ -2,16 +2,20 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import MistralConfig
 
+from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.convert.common.decoder_probe import make_probe
-from dynattn.scripts.convert.common.model_loading import load_config
+from dynattn.scripts.convert.common.model_loading import load_config, load_converted, load_for_probe
 from dynattn.scripts.convert.common.probe import LARGEST_MAP, Answers, compare_answers
+from dynattn.scripts.convert.official import verify as official_verify
 
 LOGITS = torch.randn(2, 3)
 ANSWERS = Answers("6 tokens", (LOGITS,), 1e-7, generated=torch.tensor([[2, 5, 7]]))
@@ -51,6 +55,31 @@ def test_a_probe_is_longer_than_two_windows_if_its_maps_stay_in_memory(
     ids = make_probe(tmp_path, config, config)
     assert ids.shape == (2, length)
     assert 2 * 12 * length**2 <= LARGEST_MAP
+
+
+def test_a_model_with_few_positions_is_not_compared(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(8)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="max_position_embeddings=8 is too short for a comparison, which needs 9"):
+        make_probe(tmp_path, MistralConfig(max_position_embeddings=8), MistralConfig())
+
+
+def test_a_weight_of_another_shape_is_named(tmp_path: Path) -> None:
+    model = DCFormerForCausalLM(DCFormerConfig.from_size("tiny"))
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**weights, name: weights[name].t().contiguous()}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=rf"do not fit its config\.json: .*{name}"):
+        load_for_probe(tmp_path)
+    with pytest.raises(UserError, match=rf"do not fit the converted configuration: .*{name}"):
+        load_converted(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize(("window", "length"), [(100, 208), (4096, 2364)])
+def test_a_probe_of_official_formulas_leaves_room_for_float64(window: int, length: int) -> None:
+    config = SimpleNamespace(layer_types=["sliding_attention"], n_head=12, vocab_size=50, block_size=9999)
+    model: Any = SimpleNamespace(config=config, window=window)
+    assert official_verify.probe(model, parameters=8).shape == (length,)
 
 
 def test_a_model_type_that_nobody_knows_is_named(tmp_path: Path) -> None:

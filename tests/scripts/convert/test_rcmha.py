@@ -15,6 +15,7 @@ from cases.checkpoints import (
     refusal,
     write_checkpoint,
 )
+from cases.checkpoints import convert as try_to_convert
 from cases.golden import case_names, read_case, tensors_under
 from safetensors.torch import load_file
 from torch import Tensor
@@ -158,6 +159,25 @@ def test_streaming_is_the_same_function_within_a_first_segment_and_says_that_it_
     observed = logits_of(tmp_path / "ours", segments)
     torch.testing.assert_close(observed[0], expected[0], atol=3e-4, rtol=0)
     assert (observed[-1] - expected[-1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("positions", [16, 1024])
+def test_the_effect_of_streaming_does_not_depend_on_positions_that_have_no_tables(
+    positions: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, weights, _, _ = read_run("mha_model_relu2")
+    write_checkpoint(tmp_path / "theirs", {**config, "mem_len": 40, "P": positions}, weights)
+    convert(tmp_path / "theirs", tmp_path / "ours", "--memory_type", "streaming")
+    assert float(capsys.readouterr().out.partition("on a probe its logits differ by up to ")[2].split()[0]) > 0.1
+
+
+def test_other_precision_is_no_rounding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path / "theirs", *read_run(CASE)[:2])
+    for dtype in ("float32", "bfloat16"):
+        convert(tmp_path / "theirs", tmp_path / dtype, "--dtype", dtype)
+    assert try_to_convert("check", tmp_path / "float32", tmp_path / "bfloat16") == 1
+    assert try_to_convert("check", tmp_path / "float32", tmp_path / "float32") == 0
+    assert "different   " in capsys.readouterr().out
 
 
 def test_streaming_goes_back_only_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,6 +333,8 @@ def test_truncated_weights(kept: int, official: Path, refused: Callable[..., str
         (("--from_streaming",), "only matter for writing the official format"),
         (("--reverse", "--memory_type", "streaming"), "memory_type only matter for reading"),
         (("--reverse",), "not in our format; leave out --reverse"),
+        (("--reverse", "--official_positions", "0"), "official_positions must be from 1 to 1048576, not 0"),
+        (("--reverse", "--official_positions", "1180591620717411303424"), "must be from 1 to 1048576"),
         (("--max-shard-size", "big"), "no size"),
     ],
     ids=str,
