@@ -20,7 +20,7 @@ def first_token(hidden_states: Tensor, attention_mask: Any) -> Tensor:
     if attention_mask is None or is_complete_mask(attention_mask):
         return hidden_states[:, 0]
     first = attention_mask.bool().int().argmax(dim=1)
-    return hidden_states[torch.arange(len(first), device=first.device), first]
+    return hidden_states[torch.arange(first.shape[0], device=first.device), first]
 
 
 def mean_of_tokens(hidden_states: Tensor, attention_mask: Any, prefix: int = 0) -> Tensor:

@@ -11,6 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from ..caches.names import NEW_NAME, OLD_NAME
 from ..layers.attention_interface import implementation_for
 from .decoder_inputs import check_attention_mask, check_position_ids, check_tokens, mask_beside_borders
 from .packed_documents import packed_starts, same_document, starts_by_borders
@@ -86,13 +87,15 @@ class EncoderLayers:
             rotations: rotary cosines and sines for each layer type, where the family rotates.
 
         Raises:
-            ValueError: the mask does not fit, or hides a whole row; or `is_causal` is set.
+            ValueError: the mask does not fit, or hides a whole row; or `is_causal` or a cache is given.
         """
         if kwargs.get("is_causal"):
             raise ValueError(
                 "is_causal=True is not supported: tokens of an encoder see later ones, too; leave it out, or take a "
                 "decoder"
             )
+        if given := [name for name in (OLD_NAME, NEW_NAME) if kwargs.get(name) is not None]:
+            raise ValueError(f"{given[0]} has no meaning for an encoder, which reads all tokens at once; leave it out")
         check_attention_mask(attention_mask, hidden_states, None, exact=True)
         masks = bidirectional_masks(self.config, hidden_states, attention_mask, position_ids)
         implementation = implementation_for(self.config, kwargs)

@@ -51,7 +51,7 @@ class ImageEmbeddings(nn.Module):
         )
         patches = patches.flatten(2).mT
         prefix = [token for token in (self.class_token, self.distillation_token) if token is not None]
-        tokens = torch.cat([*(token.expand(len(patches), -1, -1) for token in prefix), patches], dim=1)
+        tokens = torch.cat([*(token.expand(patches.shape[0], -1, -1) for token in prefix), patches], dim=1)
         if self.position_embeddings is None:
             positions = sincos_positions(rows, columns, patches)
             positions = torch.cat([positions.new_zeros(len(prefix), positions.shape[-1]), positions])[None]
@@ -59,7 +59,7 @@ class ImageEmbeddings(nn.Module):
             positions = self._learned_positions(rows, columns, len(prefix), interpolate)
         tokens = tokens + positions
         if self.register_tokens is not None:
-            registers = self.register_tokens.expand(len(tokens), -1, -1)
+            registers = self.register_tokens.expand(tokens.shape[0], -1, -1)
             first = 1 if self.class_token is not None else 0
             tokens = torch.cat([tokens[:, :first], registers, tokens[:, first:]], dim=1)
         return self.dropout(tokens)
@@ -72,7 +72,9 @@ class ImageEmbeddings(nn.Module):
         """
         assert self.position_embeddings is not None
         own = self.config.grid
-        if (rows, columns) == own:
+        # A program that serves images of all sizes interpolates to its own size as well, where that changes nothing.
+        serves_all = interpolate and (torch.compiler.is_exporting() or torch.jit.is_tracing())
+        if not serves_all and (rows, columns) == own:
             return self.position_embeddings
         if not interpolate:
             height, width = (count * size for count, size in zip((rows, columns), self.config.patch_shape, strict=True))

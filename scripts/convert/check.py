@@ -56,8 +56,7 @@ def compare_checkpoints(arguments: CheckArguments) -> "Comparison":
         raise UserError(f"vocabularies of {rows} and {others} tokens cannot be compared")
     probe = probe_for(folders[0], configs[0])
     inputs = probe.make(folders[0], *configs)
-    models = (load_for_probe(folder, auto_class=probe.auto_class_of(read_config(folder))) for folder in folders)
-    return compare_answers(*(probe.ask(model, inputs) for model in models))
+    return compare_answers(*(probe.ask(load_for_probe(folder, probe), inputs) for folder in folders))
 
 
 def probe_for(folder: Path, config: "PreTrainedConfig") -> "Probe":

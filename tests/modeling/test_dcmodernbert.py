@@ -10,7 +10,7 @@ from cases.encoder_parents import ENCODER_PARENTS, ROWS, SHAPE, make_encoder_par
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, pipeline
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast, pipeline
 
 import dynattn
 from dynattn import (
@@ -138,7 +138,11 @@ def test_documents_packed_by_positions_do_not_see_each_other(implementation: str
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"z_loss": 1e-4}, "z_loss=0.0001 is part of the loss of causal models"), ({"is_causal": True}, "is_causal=True")],
+    [
+        ({"z_loss": 1e-4}, "z_loss=0.0001 is part of the loss of causal models"),
+        ({"is_causal": True}, "is_causal=True"),
+        ({"past_key_values": DynamicCache()}, "has no meaning for an encoder"),
+    ],
 )
 def test_what_an_encoder_does_not_have_is_refused(options: dict[str, Any], message: str) -> None:
     model, (ids, _) = DCModernBertForMaskedLM(DCModernBertConfig(**SHAPE)), inputs(None)

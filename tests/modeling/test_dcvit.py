@@ -231,3 +231,15 @@ def test_other_inputs_that_do_not_fit_are_refused() -> None:
         model(images(2, 3, 16, 16), attention_mask=torch.tensor([[1] * 16, [0] * 16]))
     with pytest.raises(ValueError, match="cannot compose heads"):
         make_model("sdpa")
+
+
+@torch.no_grad()
+def test_channels_last_is_for_the_convolution_of_patches() -> None:
+    model = DCViTForImageClassification(DCViTConfig.from_size("tiny")).eval()
+    images = torch.randn(2, model.config.num_channels, model.config.image_size, model.config.image_size)
+    before = model(images).logits
+    assert model.to(torch.float64, memory_format=torch.channels_last) is model
+    convolution = model.model.embeddings.patch_embeddings.weight
+    assert convolution.dtype == torch.float64 and convolution.is_contiguous(memory_format=torch.channels_last)
+    after = model(images.contiguous(memory_format=torch.channels_last)).logits
+    torch.testing.assert_close(after.float(), before, atol=1e-5, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""`torch.export` of a model serves all lengths, whatever its position scheme reads from tables."""
+"""`torch.export` of a model serves all lengths, whatever its position scheme reads from tables, and all batches."""
 
 from typing import Any
 
@@ -6,7 +6,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from dynattn import DCFormerConfig, DCFormerForCausalLM, RCMHAConfig, RCMHAForCausalLM
+from dynattn import (
+    DCFormerConfig,
+    DCFormerForCausalLM,
+    DCModernBertConfig,
+    DCModernBertForSequenceClassification,
+    DCViTConfig,
+    DCViTForImageClassification,
+    RCMHAConfig,
+    RCMHAForCausalLM,
+)
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -53,3 +62,49 @@ def test_an_exported_model_serves_all_lengths(make: Any) -> None:
         given["attention_mask"][0, : tokens // 3] = 0
         seen = given["attention_mask"].bool()
         torch.testing.assert_close(exported(**given).logits[seen], model(**given).logits[seen], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"use_class_token": True, "classifier_pooling": "cls"}, id="class-token"),
+        pytest.param({"num_register_tokens": 2}, id="registers"),
+    ],
+)
+@torch.no_grad()
+def test_an_exported_vision_transformer_serves_all_batches(fields: dict[str, Any]) -> None:
+    config = DCViTConfig.from_size("tiny", **fields)
+    model = DCViTForImageClassification(config).eval()
+    images = torch.randn(5, config.num_channels, config.image_size, config.image_size)
+    shapes = {"pixel_values": {0: torch.export.Dim("batch")}}
+    exported = torch.export.export(model, (), {"pixel_values": images[:3]}, dynamic_shapes=shapes).module()
+    for batch in (1, 2, 5):
+        given = {"pixel_values": images[:batch]}
+        torch.testing.assert_close(exported(**given).logits, model(**given).logits, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_an_exported_vision_transformer_serves_all_image_sizes() -> None:
+    config = DCViTConfig.from_size("tiny", position_embedding_type="learned", image_size=16, patch_size=4)
+    model = DCViTForImageClassification(config).eval()
+    sides = {2: 4 * torch.export.Dim("rows", min=2, max=64), 3: 4 * torch.export.Dim("columns", min=2, max=64)}
+    given = {"pixel_values": torch.randn(2, config.num_channels, 16, 24), "interpolate_pos_encoding": True}
+    shapes = {"pixel_values": sides, "interpolate_pos_encoding": None}
+    exported = torch.export.export(model, (), given, dynamic_shapes=shapes).module()
+    for size in ((16, 16), (32, 20)):
+        given["pixel_values"] = torch.randn(2, config.num_channels, *size)
+        torch.testing.assert_close(exported(**given).logits, model(**given).logits, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_an_exported_text_classifier_serves_all_batches_and_lengths() -> None:
+    model = DCModernBertForSequenceClassification(DCModernBertConfig.from_size("tiny")).eval()
+    both = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2, max=100)}
+    ids = torch.randint(9, 90, (3, 20))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    exported = torch.export.export(model, (), given, dynamic_shapes=dict.fromkeys(given, both)).module()
+    for batch, length in ((1, 8), (2, 40)):
+        ids = torch.randint(9, 90, (batch, length))
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        given["attention_mask"][0, -3:] = 0
+        torch.testing.assert_close(exported(**given).logits, model(**given).logits, atol=1e-5, rtol=1e-5)

@@ -51,4 +51,4 @@ def _pair(value: Any) -> tuple[int, ...]:
     return (value, value) if isinstance(value, int) else tuple(value)
 
 
-IMAGES = Probe(by_head, make_images, ask)
+IMAGES = Probe(by_head, make_images, ask, unread=("pooler.",))

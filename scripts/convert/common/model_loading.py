@@ -14,6 +14,7 @@ from transformers.utils import logging
 from ...common.checkpoint_files import read_config
 from ...common.checkpoint_loading import is_unknown
 from ...common.errors import UserError, first_line, last_line, refusal_of
+from .probe import Probe
 from .tensor_source import TensorSource, count_elements
 
 logger = logging.get_logger(__name__)
@@ -61,27 +62,24 @@ def load_converted(folder: Path, dtype: torch.dtype, config: PreTrainedConfig | 
 
 
 def load_for_probe(
-    folder: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    config: PreTrainedConfig | None = None,
-    auto_class: str = "AutoModelForCausalLM",
+    folder: Path, probe: Probe, *, dtype: torch.dtype = torch.float32, config: PreTrainedConfig | None = None
 ) -> PreTrainedModel:
-    """Loads any model with weights rounded to `dtype`, to compute in float32 with eager attention.
+    """Loads the model that a probe is for, with weights rounded to `dtype`, to compute in float32 with eager attention.
 
     Warns of stored tensors that the model does not read, since another program may read them; a given `config` may
     leave some out on purpose.
 
     Args:
         folder: of the checkpoint.
+        probe: tells the class, and which tensors may be missing.
         dtype: weights are rounded to it.
         config: instead of the one in the folder.
-        auto_class: the Auto class that makes the model.
 
     Raises:
         UserError: it does not load, tensors are missing, or memory is short.
     """
     require_memory(folder)
+    auto_class = probe.auto_class_of(read_config(folder))
     options = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": False, **TELLING}
     try:
         with quiet_loading():
@@ -89,6 +87,7 @@ def load_for_probe(
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(f"the model in {folder} does not load: {last_line(error)}") from error
     model, info = loaded
+    info["missing_keys"] = [name for name in info["missing_keys"] if not name.startswith(probe.unread)]
     if misfits := find_misfits(info, "missing_keys", "mismatched_keys"):
         raise UserError(f"the weights in {folder} do not fit its config.json: {misfits}")
     if config is None and (unread := find_misfits(info, "unexpected_keys")):

@@ -11,7 +11,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from dynattn.configuration.mixers import NO_COMPOSITION
 from dynattn.families import FAMILIES
 
-from ...common.checkpoint_files import read_config
 from ...common.errors import UserError
 from ..common.decoder_probe import TEXT
 from ..common.driver import ConversionPlan
@@ -90,7 +89,7 @@ class Upcycling(ConversionPlan):
         return proof.describe()
 
     def _load(self, folder: Path, **options: Any) -> PreTrainedModel:
-        return load_for_probe(folder, auto_class=self.probe.auto_class_of(read_config(folder)), **options)
+        return load_for_probe(folder, self.probe, **options)
 
     def describe_source(self) -> str:
         return (

@@ -12,7 +12,7 @@ from transformers import MistralConfig
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.convert.common.decoder_probe import make_probe
+from dynattn.scripts.convert.common.decoder_probe import TEXT, make_probe
 from dynattn.scripts.convert.common.model_loading import load_config, load_converted, load_for_probe
 from dynattn.scripts.convert.common.probe import LARGEST_MAP, Answers, compare_answers
 from dynattn.scripts.convert.official import verify as official_verify
@@ -70,7 +70,7 @@ def test_a_weight_of_another_shape_is_named(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     save_file({**weights, name: weights[name].t().contiguous()}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=rf"do not fit its config\.json: .*{name}"):
-        load_for_probe(tmp_path)
+        load_for_probe(tmp_path, TEXT)
     with pytest.raises(UserError, match=rf"do not fit the converted configuration: .*{name}"):
         load_converted(tmp_path, torch.float32)
 

@@ -58,6 +58,14 @@ def test_the_result_starts_as_its_parent_and_goes_back_bit_for_bit(
     assert_within_rounding(restored(pixels)[0], parent(pixels)[0])
 
 
+def test_a_backbone_without_a_pooler_is_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parent: Any = make_parent("vit")
+    parent.vit.save_pretrained(tmp_path / "parent")
+    convert_well("vit", tmp_path / "parent", tmp_path / "ours")
+    assert main(["convert", "check", str(tmp_path / "parent"), str(tmp_path / "ours")]) == 0
+    assert "equal       2 images" in capsys.readouterr().out
+
+
 def test_images_that_are_not_square(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = transformers.ViTConfig(**sizes, image_size=[16, 24], patch_size=8)
