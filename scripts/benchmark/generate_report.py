@@ -21,6 +21,7 @@ from dynattn.configuration.mixers import NO_COMPOSITION
 
 from ..common.atomic_file import write_json, write_whole
 from ..common.environment import hardware, source_commit, versions
+from ..common.markdown import table
 from .serving_engines import Clock
 
 HEADING = """`{command}`
@@ -30,9 +31,8 @@ Commit {commit}; {hardware}, {threads} threads; load average {load}.
 {layers} layers, {heads} heads of {width}, float32, random weights, one request: {new} tokens after {context}, greedy.
 Milliseconds between two tokens: the median of each answer, then of {rounds} rounds, and the least.
 
-| model | median ms | minimum ms | ratio to Llama, median of rounds | least and largest |
-|---|---|---|---|---|
 """
+COLUMNS = ("model", "median ms", "minimum ms", "ratio to Llama, median of rounds", "least and largest")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,13 +128,13 @@ def milliseconds_per_token(model: PreTrainedModel, prompt: torch.Tensor, new: in
 def format_table(record: dict[str, Any]) -> str:
     """The record in Markdown."""
     load = ", ".join(f"{value:.1f}" for value in record["load"])
-    lines = [HEADING.format(**{**record, "load": load})]
+    rows = []
     llama = record["milliseconds"]["Llama"]
     for name, samples in record["milliseconds"].items():
         ratios = [ours / theirs for ours, theirs in zip(samples, llama, strict=True)]
-        cells = [name, f"{statistics.median(samples):.2f}", f"{min(samples):.2f}", f"{statistics.median(ratios):.3f}"]
-        lines.append(f"| {' | '.join(cells)} | {min(ratios):.3f} to {max(ratios):.3f} |\n")
-    return "".join(lines)
+        times = [f"{statistics.median(samples):.2f}", f"{min(samples):.2f}", f"{statistics.median(ratios):.3f}"]
+        rows.append([name, *times, f"{min(ratios):.3f} to {max(ratios):.3f}"])
+    return HEADING.format(**{**record, "load": load}) + table(COLUMNS, rows) + "\n"
 
 
 if __name__ == "__main__":

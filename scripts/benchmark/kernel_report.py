@@ -19,10 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import triton
 from triton.backends.nvidia.compiler import get_ptxas
 
+from ..common.atomic_file import write_json, write_whole
 from ..common.environment import source_commit, versions
+from ..common.markdown import table
 from .kernel_compilation import SHARED_MEMORY, Compiled, compile_axpy, compile_configuration
 from .kernel_configurations import CONFIGURATIONS
 from .sass import disassemble, parse
@@ -78,8 +79,8 @@ def write_report(folder: Path) -> None:
     """Compiles all configurations for all capabilities, and writes `record.json` and `table.md`."""
     record = report()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (folder / "table.md").write_text(as_markdown(record), encoding="utf-8")
+    write_json(folder / "record.json", record, indent=1)
+    write_whole(folder / "table.md", as_markdown(record))
 
 
 def print_kernels(capability: int, names: Sequence[str]) -> None:
@@ -96,7 +97,7 @@ def report() -> dict[str, Any]:
         taken = dict(zip(CAPABILITIES, pool.map(compile_elsewhere, CAPABILITIES), strict=True))
     return {
         "commit": source_commit(),
-        "versions": versions() | {"triton": triton.__version__},
+        "versions": versions("triton"),
         "capabilities": {f"sm_{capability}": kernels for capability, kernels in taken.items()},
     }
 
@@ -113,12 +114,12 @@ def as_markdown(record: dict[str, Any]) -> str:
     """Returns the tables of a record."""
     parts = [HEADING.format(commit=record["commit"], **record["versions"])]
     for capability, configurations in record["capabilities"].items():
-        parts.append(f"\n**{capability}**\n\n| configuration | kernel | {' | '.join(COLUMNS.values())} |")
-        parts.append(f"|{'---|' * (2 + len(COLUMNS))}")
-        for configuration, kernels in configurations.items():
-            for kernel, taken in kernels.items():
-                cells = " | ".join(str(taken.get(column, "")) for column in COLUMNS)
-                parts.append(f"| {configuration} | `{kernel}` | {cells} |")
+        rows = [
+            [configuration, f"`{kernel}`", *(str(taken.get(column, "")) for column in COLUMNS)]
+            for configuration, kernels in configurations.items()
+            for kernel, taken in kernels.items()
+        ]
+        parts.append(f"\n**{capability}**\n\n{table(['configuration', 'kernel', *COLUMNS.values()], rows)}")
     return "\n".join(parts) + "\n"
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from dynattn import prepack
 
+from ..common.markdown import table
 from .generate_report import make_models, report
 
 SHORTEST = 8
@@ -30,9 +31,8 @@ Commit {commit}; {hardware}, {threads} threads; load average {load}.
 {tokens} in all, which padding makes {padded}. Milliseconds to the first token of all: the median of {rounds} rounds,
 and the least.
 
-| model | prompts | median ms | minimum ms | ratio to padded, median of rounds | least and largest |
-|---|---|---|---|---|---|
 """
+COLUMNS = ("model", "prompts", "median ms", "minimum ms", "ratio to padded, median of rounds", "least and largest")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,15 +87,16 @@ def format_table(record: dict[str, Any]) -> str:
     """The record in Markdown."""
     lengths = draw_lengths(record["prompts"], record["longest"])
     load = ", ".join(f"{value:.1f}" for value in record["load"])
-    lines = [HEADING.format(**{**record, "load": load}, tokens=sum(lengths), padded=len(lengths) * record["longest"])]
+    heading = HEADING.format(**{**record, "load": load}, tokens=sum(lengths), padded=len(lengths) * record["longest"])
+    rows = []
     for name, samples in record["milliseconds"].items():
         model, way = name.rsplit(", ", 1)
         padded = record["milliseconds"][f"{model}, padded"]
         ratios = [ours / theirs for ours, theirs in zip(samples, padded, strict=True)]
         cells = [model, way, f"{statistics.median(samples):.0f}", f"{min(samples):.0f}"]
         cells += [f"{statistics.median(ratios):.3f}", f"{min(ratios):.3f} to {max(ratios):.3f}"]
-        lines.append(f"| {' | '.join(cells)} |\n")
-    return "".join(lines)
+        rows.append(cells)
+    return heading + table(COLUMNS, rows) + "\n"
 
 
 if __name__ == "__main__":

@@ -12,15 +12,15 @@ import json
 import os
 import statistics
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..common.atomic_file import write_json
+from ..common.atomic_file import write_json, write_whole
 from ..common.environment import hardware, source_commit, versions
 from ..common.errors import UserError
+from ..common.markdown import table
 from .serving_engines import ALONE, Answer, Server, make_servers, random_prompts
 
 MODULE = "dynattn.scripts.benchmark.serving_report"
@@ -74,7 +74,7 @@ def started_record(options: argparse.Namespace) -> dict[str, Any]:
     record: dict[str, Any] = {
         "command": f"python -m {MODULE} FOLDER " + " ".join(map(str, as_words(options))),
         "commit": source_commit(),
-        "versions": versions() | ({"vllm": version("vllm")} if options.engine == "vllm" else {}),
+        "versions": versions(*["vllm"] * (options.engine == "vllm")),
         "hardware": hardware(torch.device("cpu")),
         "options": {name: value for name, value in vars(options).items() if name != "folder"},
         "load_average": os.getloadavg(),
@@ -142,7 +142,7 @@ def write_report(record: dict[str, Any], folder: Path) -> None:
     """Writes `record.json` and `table.md`."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "record.json", record, indent=1)
-    (folder / "table.md").write_text(as_markdown(record), encoding="utf-8")
+    write_whole(folder / "table.md", as_markdown(record))
 
 
 def as_markdown(record: dict[str, Any]) -> str:
@@ -164,7 +164,7 @@ def as_markdown(record: dict[str, Any]) -> str:
         packages=", ".join(f"{name} {record['versions'][name]}" for name in PACKAGES if name in record["versions"]),
         **{name: options[name] for name in ("threads", "requests", "new", "rounds")},
     )
-    lines = [heading, f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    rows = []
     for (clients, server), group in groups.items():
         pairs = list(zip(group, groups[clients, ALONE], strict=True))
         rates = [run["requests_per_second"] for run in group]
@@ -176,8 +176,8 @@ def as_markdown(record: dict[str, Any]) -> str:
         ]
         for name in ("first_token", "first_token_p95", "between_tokens", "between_tokens_p95"):
             cells.append(f"{statistics.median(run[name] for run in group) * 1e3:.3g}")
-        lines.append(f"| {clients} | {server} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows.append([str(clients), server, *cells])
+    return f"{heading}\n{table(COLUMNS, rows)}\n"
 
 
 if __name__ == "__main__":
