@@ -225,15 +225,7 @@ def save_final(trainer: Trainer, result: Result) -> None:
     weights = trainer.engine.full_weights(trainer.model)
     if trainer.average is not None:
         with trainer.average.in_place(accelerator.unwrap_model(trainer.model)):
-            averages, scored = trainer.engine.full_weights(trainer.model), trainer.measure_validation()
-            averaged = dataclasses.replace(
-                result,
-                model=run.average,
-                train_loss=None,
-                validation_loss=scored.loss,
-                perplexity=scored.perplexity,
-                bits_per_byte=scored.bits_per_byte,
-            )
+            averages, averaged = trainer.engine.full_weights(trainer.model), result_of_average(trainer, result)
             on_main(accelerator, run.path, lambda: save_model(trainer, partial_path(run.average), averages, averaged))
 
     def save() -> None:
@@ -248,6 +240,19 @@ def save_final(trainer: Trainer, result: Result) -> None:
         put_in_place(partial, run.model)
 
     on_main(accelerator, run.path, save)
+
+
+def result_of_average(trainer: Trainer, result: Result) -> Result:
+    """The result of the averaged weights, which are the model's now; `result` is that of the last ones."""
+    scored = trainer.measure_validation()
+    return dataclasses.replace(
+        result,
+        model=trainer.run.average,
+        train_loss=None,
+        validation_loss=scored.loss,
+        perplexity=scored.perplexity,
+        bits_per_byte=scored.bits_per_byte,
+    )
 
 
 def save_model(trainer: Trainer, folder: Path, weights: dict[str, Tensor], result: Result) -> None:

@@ -97,14 +97,7 @@ def summarize(trainer: Trainer, validation: Validation, wall_seconds: float) -> 
     parameters = count_parameters(accelerator.unwrap_model(trainer.model))
     lines = read_metrics(run.metrics, "train")
     losses = [line["loss"] for line in lines if line["loss"] is not None]
-    measured: dict[str, Any] = {
-        "train_loss": losses[-1] if losses else None,
-        "validation_loss": validation.loss,
-        "perplexity": validation.perplexity,
-        "bits_per_byte": validation.bits_per_byte,
-        "validation_targets": validation.targets,
-        **{rate: median_of(rate, lines) for rate in RATES},
-    }
+    rates: dict[str, Any] = {rate: median_of(rate, lines) for rate in RATES}
     return Result(
         output=run.path,
         model=run.model,
@@ -119,8 +112,13 @@ def summarize(trainer: Trainer, validation: Validation, wall_seconds: float) -> 
         processes=accelerator.num_processes,
         hardware=hardware(accelerator.device, accelerator.num_processes),
         versions=versions(),
+        train_loss=losses[-1] if losses else None,
+        validation_loss=validation.loss,
+        perplexity=validation.perplexity,
+        bits_per_byte=validation.bits_per_byte,
+        validation_targets=validation.targets,
         **provenance(),
-        **measured,
+        **rates,
     )
 
 
