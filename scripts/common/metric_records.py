@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-Record = dict[str, Any]
+MetricRecord = dict[str, Any]
 
 
-def read_metrics(path: Path, split: str | None = None) -> list[Record]:
+def read_metrics(path: Path, split: str | None = None) -> list[MetricRecord]:
     """Reads the records of one split, or all. Lines that are no records are left out, as one that a crash cut off."""
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:

@@ -11,7 +11,7 @@ from ..common.environment import hardware, provenance, versions
 from .arguments import PretrainArguments
 from .model import count_parameters
 from .options.model import LOSS_UNITS
-from .outputs.metrics import Record, read_metrics
+from .outputs.metrics import MetricRecord, read_metrics
 from .trainer import Trainer
 from .validation import Validation
 
@@ -122,7 +122,7 @@ def summarize(trainer: Trainer, validation: Validation, wall_seconds: float) -> 
     )
 
 
-def median_of(name: str, lines: list[Record]) -> float | None:
+def median_of(name: str, lines: list[MetricRecord]) -> float | None:
     """The median over the lines that have the field `name`, or None if none has it."""
     values = [line[name] for line in lines if name in line]
     return statistics.median(values) if values else None

@@ -70,13 +70,13 @@ def build_schedule(arguments: PretrainArguments, pass_length: float, global_batc
         if steps >= max_steps:
             raise UserError(f"{name}={steps} must be below the {max_steps} updates of the run; lower it")
     return RateSchedule(
-        arguments.learning_rate,
-        warmup_steps,
-        max_steps,
-        arguments.min_learning_rate_ratio,
-        frozen_steps,
-        arguments.schedule,
-        arguments.decay_share,
+        peak=arguments.learning_rate,
+        warmup_steps=warmup_steps,
+        max_steps=max_steps,
+        min_ratio=arguments.min_learning_rate_ratio,
+        first_step=frozen_steps,
+        shape=arguments.schedule,
+        decay_share=arguments.decay_share,
     )
 
 

@@ -218,7 +218,7 @@ class Trainer:
                 **self._learning_rates(),
                 "grad_norm": norm,
                 "tokens": progress.tokens,
-                **self.plan.order.progress(progress.data_step),
+                **self.plan.order.passes_for_metrics(progress.data_step),
                 **self.throughput.report(),
                 "seconds": progress.seconds,
             }

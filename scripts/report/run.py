@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import UserError
-from ..common.metric_records import Record, read_metrics
+from ..common.metric_records import MetricRecord, read_metrics
 
 METRICS, ARGUMENTS, RESULT = "metrics.jsonl", "run.json", "result.json"
 
@@ -17,7 +17,7 @@ class ReportedRun:
     """A run: its name, the records of its metrics, its arguments and, once it is finished, its result."""
 
     name: str
-    records: Sequence[Record]
+    records: Sequence[MetricRecord]
     arguments: dict[str, Any]
     result: dict[str, Any]
 

@@ -46,7 +46,7 @@ class TrainingOrder:
         """How often the data is read by the first `steps` updates, by source if it has several."""
         return {"the data": steps * self.global_batch / self.sequences}
 
-    def progress(self, steps: int) -> dict[str, float]:
+    def passes_for_metrics(self, steps: int) -> dict[str, float]:
         """`passes` as fields of the metrics: `passes`, or `passes_SOURCE` for each of several sources."""
         passes = self.passes(steps)
         return {"passes" if len(passes) == 1 else f"passes_{name}": count for name, count in passes.items()}

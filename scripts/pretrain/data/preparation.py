@@ -74,7 +74,7 @@ class Source:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Splits:
     """The texts of a run.
 
@@ -84,7 +84,7 @@ class Splits:
         name: what records call the data.
         training_data: fingerprint of all training data.
         validation_data: fingerprint of the validation data.
-        fingerprints: the fingerprint of the documents of each stream that is made, by its folder below the data.
+        stream_fingerprints: the fingerprint of the documents of each stream that is made, by its folder below the data.
     """
 
     train: Mapping[str, Dataset]
@@ -92,7 +92,7 @@ class Splits:
     name: str
     training_data: str
     validation_data: str
-    fingerprints: Mapping[str, str]
+    stream_fingerprints: Mapping[str, str]
 
     @property
     def streams(self) -> dict[str, Dataset]:
@@ -180,7 +180,14 @@ def _load(arguments: PretrainArguments) -> Splits:
     if held_out is not None and by_source:
         digests.warn_of_copies(by_source, held_out)
     streams = {name: digest.fingerprint for name, digest in by_source.items()} | {VALIDATION: validation}
-    return Splits(loaded.train, loaded.validation, loaded.name, training, validation, streams)
+    return Splits(
+        train=loaded.train,
+        validation=loaded.validation,
+        name=loaded.name,
+        training_data=training,
+        validation_data=validation,
+        stream_fingerprints=streams,
+    )
 
 
 def _check_names(arguments: PretrainArguments) -> None:
@@ -204,9 +211,14 @@ def _load_stream(arguments: PretrainArguments) -> Splits:
     named = documents.load_validation(arguments)
     first, validation = split_stream(documents.load_stream(arguments.dataset, arguments), named)
     held_out = digests.digest(validation)
-    training = f"stream {digests.digest(first).fingerprint}"
-    name = documents.describe_sources(arguments)
-    return Splits({}, validation, name, training, held_out.fingerprint, {VALIDATION: held_out.fingerprint})
+    return Splits(
+        train={},
+        validation=validation,
+        name=documents.describe_sources(arguments),
+        training_data=f"stream {digests.digest(first).fingerprint}",
+        validation_data=held_out.fingerprint,
+        stream_fingerprints={VALIDATION: held_out.fingerprint},
+    )
 
 
 def _write_prepared(
@@ -223,7 +235,7 @@ def _write_prepared(
     encoder: Encoder = ChatEncoder(chosen) if arguments.chat_column else TextEncoder(chosen)
     cache = None if arguments.token_cache is None else Path(arguments.token_cache)
     for name, dataset in splits.streams.items():
-        identity = {"documents": splits.fingerprints[name], "tokenizer": encoder.fingerprint}
+        identity = {"documents": splits.stream_fingerprints[name], "tokenizer": encoder.fingerprint}
         write_cached(dataset, encoder, data / name, cache=cache, workers=arguments.tokenizer_workers, identity=identity)
     made = [file for file in run.prepared.rglob("*") if file.is_file()]
     source = replace(source, files=checksums.measure_files(run.prepared, made))

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from ...common.atomic_file import without_nan, write_whole
 from ...common.errors import UserError, first_line
-from ...common.metric_records import Record, read_metrics
+from ...common.metric_records import MetricRecord, read_metrics
 
 # The name of the project in trackers.
 PROJECT = "dynattn"
@@ -44,7 +44,7 @@ class MetricsLog:
         if self.accelerator.is_main_process:
             _keep_until(self.path, step)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: MetricRecord) -> None:
         """Stores one record: its `step`, its `split` and what was measured."""
         if self.accelerator.is_main_process:
             with self.path.open("a") as file:
@@ -95,7 +95,7 @@ def tensorboard_errors_told_once() -> Iterator[None]:
         threading.excepthook = usual
 
 
-def format_record(record: Record) -> str:
+def format_record(record: MetricRecord) -> str:
     """One line for the terminal."""
     parts = [f"step {record['step']}", record["split"]]
     for name, value in record.items():
