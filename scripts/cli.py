@@ -159,17 +159,10 @@ def import_modules(argv: Sequence[str]) -> list[str]:
     Raises:
         UserError: a module cannot be imported.
     """
-    rest, names = [], list(filter(None, os.environ.get(IMPORTS, "").split(",")))
-    words = iter(argv)
-    for word in words:
-        option, equals, value = word.partition("=")
-        if option != "--import":
-            rest.append(word)
-            continue
-        name = value if equals else next(words, "")
-        if not name:
-            raise UserError("--import needs the name of a module, such as my_attention")
-        names.append(name)
+    rest, given = split_imports(argv)
+    if "" in given:
+        raise UserError("--import needs the name of a module, such as my_attention")
+    names = [*filter(None, os.environ.get(IMPORTS, "").split(",")), *given]
     if not names:
         return rest
     os.environ[IMPORTS] = ",".join(dict.fromkeys(names))
@@ -178,6 +171,19 @@ def import_modules(argv: Sequence[str]) -> list[str]:
     for name in names:
         _import_module(name)
     return rest
+
+
+def split_imports(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command line without `--import MODULE`, and the names of these modules; one left out is empty."""
+    rest, names = list[str](), list[str]()
+    words = iter(argv)
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option == "--import":
+            names.append(value if equals else next(words, ""))
+        else:
+            rest.append(word)
+    return rest, names
 
 
 def _import_module(name: str) -> None:

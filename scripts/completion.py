@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 def following(words: Sequence[str]) -> list[str]:
     """The options in the help of the command that `words` begin with or, if it has none, its sub-commands."""
+    words, _ = import_module("dynattn.scripts.cli").split_imports(words)
     command = [word for word in words if not word.startswith("-")]
     if command and command[0] in OTHERS:
         return []

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,7 @@ import torch
 
 from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
 
+from ..common.arguments import given_options
 from ..common.atomic_file import write_json
 from ..common.errors import UserError, first_line
 from .arguments import BenchmarkArguments
@@ -131,8 +132,7 @@ def options_of(part: PresetPart, arguments: BenchmarkArguments) -> BenchmarkArgu
 
 def check_preset(arguments: BenchmarkArguments) -> None:
     """Raises UserError for an option that the preset sets by itself, an unknown part, or if there is no GPU."""
-    theirs = [field for field in fields(arguments) if field.name not in OPTIONS]
-    if given := [field.name for field in theirs if getattr(arguments, field.name) != field.default]:
+    if given := [name for name in given_options(arguments) if name not in OPTIONS]:
         raise UserError(
             f"--preset gpu decides {', '.join(given)} by itself, for each of its parts; leave it out, or measure one "
             "part without the preset"

@@ -257,6 +257,12 @@ def _add_option(parser: ArgumentParser, field: dataclasses.Field[Any], hint: Any
         parser.add_argument(*opposites, dest=field.name, action="store_false", default=False, help=opposite)
 
 
+def given_options(options: Any) -> list[str]:
+    """The names of the options of a dataclass that differ from their defaults; one without a default always does."""
+    defaults = {one.name: _default_of(one).get("default", dataclasses.MISSING) for one in dataclasses.fields(options)}
+    return [name for name, default in defaults.items() if getattr(options, name) != default]
+
+
 def _default_of(field: dataclasses.Field[Any]) -> dict[str, Any]:
     """Argparse's `default` of an option, or `required` for a field without a default."""
     if field.default is not dataclasses.MISSING:

@@ -6,6 +6,7 @@ import platform
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from .atomic_file import flush, flush_tree
@@ -55,6 +56,21 @@ def staged_folder(destination: Path, check: Callable[[], None] | None = None) ->
         with suppress(OSError):  # of folders that are not empty
             for folder in made:
                 folder.rmdir()
+
+
+def claim(destination: Path, source: Path, overwrite: bool) -> Callable[[], None]:
+    """Makes a destination as it was before a killed process, and checks that it may be written.
+
+    Returns:
+        The check, for `staged_folder`.
+
+    Raises:
+        UserError: see `recover` and `check_destination`.
+    """
+    recover(destination)
+    check_free = partial(check_destination, destination, source, overwrite)
+    check_free()
+    return check_free
 
 
 def check_destination(destination: Path, source: Path, overwrite: bool) -> None:

@@ -55,7 +55,8 @@ def load_checkpoint(
     remote = not (Path(path).is_dir() and Path(tokenizer or path).is_dir())
     with offline_if_unreachable() if remote else nullcontext():
         model = _load_model(path, dtype, trust_remote_code, config_changes)
-        loaded_tokenizer = load_tokenizer(tokenizer or path, trust_remote_code)
+        fix = "save one there or give --tokenizer PATH"
+        loaded_tokenizer = load_tokenizer(tokenizer or path, trust_remote_code, fix)
     model.to(target)  # type: ignore[arg-type]
     return model.eval(), loaded_tokenizer
 
@@ -145,11 +146,12 @@ def _load_model(
     return model
 
 
-def check_loaded(place: str, info: Mapping[str, Any]) -> None:
+def check_loaded(place: str, info: Mapping[str, Any], *, exactly: bool = False) -> None:
     """Raises UserError unless a checkpoint had all weights of its model, in their shapes.
 
     Args:
         place: what the message calls the checkpoint.
+        exactly: whether it must have had no others.
         info: what `from_pretrained` returns with `output_loading_info=True`. Only with `ignore_mismatched_sizes=True`
             does it return at all if shapes differ.
     """
@@ -160,6 +162,11 @@ def check_loaded(place: str, info: Mapping[str, Any]) -> None:
         raise UserError(
             f"config.json of {place} does not fit the weights: {name} has the shape {list(stored)} and would need "
             f"{list(needed)}; use the configuration that belongs to them"
+        )
+    if exactly and (unread := sorted(info["unexpected_keys"])):
+        raise UserError(
+            f"{place} holds {len(unread)} weights that its config.json does not ask for, such as {unread[0]}; use the "
+            "configuration that belongs to them"
         )
 
 
@@ -182,8 +189,8 @@ def is_unknown(error: Exception) -> bool:
     return isinstance(error, ValueError) and isinstance(error.__context__, KeyError)
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a folder or a Hub name.
+def load_tokenizer(path: str, trust_remote_code: bool = False, fix: str = "save one there") -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of a folder or a Hub name; `fix` says what the user can do if there is none.
 
     Raises:
         UserError: it is missing or damaged.
@@ -191,4 +198,4 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # damaged files raise errors of many types
-        raise UserError(f"there is no usable tokenizer in {path}; save one there or give --tokenizer PATH") from error
+        raise UserError(f"there is no usable tokenizer in {path}; {fix}") from error

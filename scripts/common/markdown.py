@@ -1,6 +1,7 @@
 """Tables in Markdown."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 Cells = Sequence[str]
 
@@ -8,6 +9,19 @@ Cells = Sequence[str]
 def table(head: Cells, rows: Iterable[Cells]) -> str:
     """A table of `rows` below `head`, a cell of which is as wide as its text."""
     return "\n".join(_line(row) for row in (head, ["---"] * len(head), *rows))
+
+
+def joined_table(
+    head: Cells, columns: Sequence[Mapping[tuple[Any, ...], str]], label: Callable[..., Sequence[str]]
+) -> str:
+    """A table with a row for each key of `columns`; a column without that key has an empty cell there.
+
+    Args:
+        head: of the cells that `label` makes, and then of the columns.
+        label: makes the first cells of a row from the elements of its key.
+    """
+    keys = sorted({key for column in columns for key in column})
+    return table(head, ([*label(*key), *(column.get(key, "") for column in columns)] for key in keys))
 
 
 def aligned_table(head: Cells, rows: Iterable[Cells]) -> list[str]:

@@ -6,8 +6,7 @@
 A name is imported when it is first used, so that `dynattn convert --help` waits for neither torch nor Transformers.
 """
 
-from importlib import import_module
-from typing import Any
+from ..common.lazy_names import lazy_names
 
 _MODULES = {
     "BART_MARIAN": "upcycle.parents.bart",
@@ -28,31 +27,9 @@ _MODULES = {
     "upcycle_checkpoint": "upcycle.main",
 }
 
-__all__ = [
-    "BART_MARIAN",
-    "LLAMA",
-    "MODERNBERT",
-    "NEOX",
-    "VIT",
-    "CheckArguments",
-    "Conversion",
-    "OfficialArguments",
-    "RCMHAArguments",
-    "RCMHAConversion",
-    "UpcycleArguments",
-    "Upcycling",
-    "compare_checkpoints",
-    "convert_official",
-    "convert_rcmha",
-    "upcycle_checkpoint",
-]
+__all__ = [*_MODULES]
 
-
-def __getattr__(name: str) -> Any:
-    """Imports a public name from its module at its first use (PEP 562)."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__ = lazy_names(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

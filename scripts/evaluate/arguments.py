@@ -1,9 +1,10 @@
 """The options of `dynattn evaluate`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
+from ..common.arguments import given_options
 from ..common.errors import UserError
 from ..common.number_ranges import check_seed
 from .quoted import NEAREST, check_quoted
@@ -136,7 +137,7 @@ class EvaluateArguments:
 
     def _check_unread(self) -> None:
         """Refuses options that would change nothing."""
-        given = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+        given = given_options(self)
         if unread := [name for name in UNREAD.get(self.kind, ()) if name in given]:
             raise UserError(f"{self.kind} has no {', '.join(unread)}; leave it out")
         if self.tasks is not None and self.suite != "builtin":

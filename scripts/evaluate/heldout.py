@@ -12,12 +12,10 @@ from pathlib import Path
 
 import evaluate
 from datasets import Dataset, DatasetDict
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-
-from dynattn.modeling.caches.names import named_cache
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.builtin_corpus import builtin_documents
-from .windows import encode_document, predict, segments, windows
+from .windows import encode_document, read
 
 METRIC = Path(__file__).parent / "metrics" / "next_token.py"
 
@@ -45,9 +43,6 @@ def score_documents(
         metric = evaluate.load(str(METRIC), cache_dir=cache, experiment_id=uuid.uuid4().hex, keep_in_memory=True)
         for document in documents:
             tokens = encode_document(tokenizer, document)
-            memory = named_cache(DynamicCache(config=model.config)) if carry_memory else {}
-            parts = segments(tokens, max_length) if carry_memory else windows(tokens, max_length, max_length)
-            for inputs, targets in parts:
-                predictions, log_probs = predict(model, inputs, targets, **memory)
-                metric.add_batch(predictions=predictions, references=targets, log_probs=log_probs)
+            for part in read(model, tokens, max_length=max_length, stride=max_length, carry_memory=carry_memory):
+                metric.add_batch(predictions=part.predictions, references=part.targets, log_probs=part.log_probs)
         return metric.compute(bytes=sum(len(document.encode()) for document in documents))

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..common.builtin_corpus import builtin_documents
 from ..common.errors import UserError
-from ..common.markdown import table
+from ..common.markdown import joined_table, table
 from ..common.paired import interval_in_words, paired_difference
 from .arguments import EvaluateArguments
 from .loading import load_named
@@ -124,22 +124,19 @@ def format_results(results: Mapping[str, Any]) -> str:
 
 
 def _perplexities(checkpoints: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    columns = [{(line["from"], line["to"]): line for line in one["by_position"]} for one in checkpoints]
-    rows = []
-    for low, high in sorted({key for column in columns for key in column}):
-        cells = [f"{column[low, high]['perplexity']:.4g}" if (low, high) in column else "" for column in columns]
-        rows.append([f"{low:,} to {high:,}", *cells])
-    return table(["perplexity at positions", *names], rows)
+    columns = [
+        {(line["from"], line["to"]): f"{line['perplexity']:.4g}" for line in one["by_position"]} for one in checkpoints
+    ]
+    return joined_table(["perplexity at positions", *names], columns, lambda low, high: [f"{low:,} to {high:,}"])
 
 
 def _keys(checkpoints: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    rows = []
-    columns = [{(cell["length"], cell["depth"]): cell for cell in one["pass_key"]} for one in checkpoints]
-    for length, depth in sorted({key for column in columns for key in column}):
-        found = [column.get((length, depth)) for column in columns]
-        cells = ["" if cell is None else f"{cell['exact']:.2f} ({cell['nats']:.2f})" for cell in found]
-        rows.append([f"{length:,}", f"{depth:.0%}", *cells])
-    return table(["tokens", "depth of the key", *names], rows)
+    columns = [
+        {(cell["length"], cell["depth"]): f"{cell['exact']:.2f} ({cell['nats']:.2f})" for cell in one["pass_key"]}
+        for one in checkpoints
+    ]
+    head = ["tokens", "depth of the key", *names]
+    return joined_table(head, columns, lambda length, depth: [f"{length:,}", f"{depth:.0%}"])
 
 
 def _note(results: Mapping[str, Any]) -> str:

@@ -10,20 +10,18 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-
-from dynattn.modeling.caches.names import named_cache
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.carried_memory import check_memory, longest_segment
 from ..common.checkpoint_loading import NAN_LOGITS
 from ..common.errors import UserError
-from ..common.markdown import table
+from ..common.markdown import joined_table, table
 from ..common.paired import mean_in_words, p_in_words, paired_difference
 from .arguments import EvaluateArguments
 from .loading import load_named
 from .results import check_output, describe_environment, describe_model, write_files
 from .text_files import read_documents
-from .windows import check_context, encode_document, predict, segments, windows
+from .windows import check_context, encode_document, read
 
 logger = logging.getLogger(__name__)
 
@@ -106,16 +104,13 @@ def score_texts(
     """
     nats, depths = [], []
     for tokens in encode_documents(tokenizer, documents):
-        memory = named_cache(DynamicCache(config=model.config)) if carry_memory else {}
         stride = max(1, max_length // 2)
-        parts = segments(tokens, max_length) if carry_memory else windows(tokens, max_length, stride)
         scores: list[float] = []
         seen: list[int] = []
-        for inputs, targets in parts:
-            log_probs = predict(model, inputs, targets, **memory)[1]
-            before = len(scores) if carry_memory else len(inputs) - len(targets)
-            seen += range(before + 1, before + len(targets) + 1)
-            scores += [-value for value in log_probs]
+        for part in read(model, tokens, max_length=max_length, stride=stride, carry_memory=carry_memory):
+            before = len(scores) if carry_memory else len(part.inputs) - len(part.targets)
+            seen += range(before + 1, before + len(part.targets) + 1)
+            scores += [-value for value in part.log_probs]
         nats.append(np.array(scores))
         depths.append(np.array(seen))
         if np.isnan(nats[-1]).any():
@@ -197,13 +192,8 @@ def _note(results: Mapping[str, Any]) -> str:
 
 def _positions(checkpoints: Sequence[Mapping[str, Any]]) -> str:
     """A table of the mean loss of tokens, by the number of tokens that they were predicted from."""
-    ranges = {(line["from"], line["to"]) for one in checkpoints for line in one["by_position"]}
+    columns = [
+        {(line["from"], line["to"]): f"{line['loss']:.4f}" for line in one["by_position"]} for one in checkpoints
+    ]
     head = ["predicted from", *(str(one["model"]["path"]) for one in checkpoints)]
-    rows = []
-    for low, high in sorted(ranges):
-        cells = []
-        for one in checkpoints:
-            found = [line["loss"] for line in one["by_position"] if line["from"] == low]
-            cells.append(f"{found[0]:.4f}" if found else "")
-        rows.append(["1 token" if high == 1 else f"{low:,} to {high:,} tokens", *cells])
-    return table(head, rows)
+    return joined_table(head, columns, lambda low, high: ["1 token" if high == 1 else f"{low:,} to {high:,} tokens"])

@@ -1,11 +1,13 @@
 """Cuts long texts into windows that a model can read, in which each token is predicted once."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from dynattn.modeling.caches.names import named_cache
 
 from ..common.errors import UserError
 from ..common.special_tokens import start_token_id
@@ -47,6 +49,25 @@ def segments(tokens: list[int], length: int) -> Iterator[tuple[list[int], list[i
     for begin in range(0, len(tokens) - 1, length):
         targets = tokens[begin + 1 : begin + 1 + length]
         yield tokens[begin : begin + len(targets)], targets
+
+
+class Reading(NamedTuple):
+    """What a model reads at once, and what it says of the tokens after it; see `predict`."""
+
+    inputs: list[int]
+    targets: list[int]
+    predictions: list[int]
+    log_probs: list[float]
+
+
+def read(
+    model: PreTrainedModel, tokens: list[int], *, max_length: int, stride: int, carry_memory: bool = False
+) -> Iterator[Reading]:
+    """Reads a text in `windows`, or with `carry_memory` in `segments`, along which the model's cache carries memory."""
+    memory = named_cache(DynamicCache(config=model.config)) if carry_memory else {}
+    parts = segments(tokens, max_length) if carry_memory else windows(tokens, max_length, stride)
+    for inputs, targets in parts:
+        yield Reading(inputs, targets, *predict(model, inputs, targets, **memory))
 
 
 @torch.no_grad()

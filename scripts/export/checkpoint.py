@@ -42,12 +42,7 @@ def load_checkpoint(folder: Path) -> PreTrainedModel:
     except Exception as error:  # damaged files and bad values in them raise errors of many types
         raise UserError(f"the model in {folder} does not load: {refusal_of(error)}") from error
     model, info = loaded
-    check_loaded(str(folder), info)
-    if unread := sorted(info["unexpected_keys"]):
-        raise UserError(
-            f"{folder} holds {len(unread)} weights that its config.json does not ask for, such as {unread[0]}; use the "
-            "configuration that belongs to them"
-        )
+    check_loaded(str(folder), info, exactly=True)
     refuse_batch_dependent_rope(model.config, folder)
     return model.eval()
 

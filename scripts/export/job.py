@@ -6,14 +6,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from ..common.atomic_folder import check_destination, recover, staged_folder
+from ..common.atomic_folder import claim, staged_folder
 from ..common.checkpoint_files import TOKENIZER_PATTERNS, copy_files, file_sizes, matching_files
 from ..common.checkpoint_loading import check_vocabulary, load_tokenizer
 from ..common.disk_errors import answer_of_the_disk
@@ -53,9 +52,7 @@ def export_checkpoint(arguments: ExportArguments) -> Export:
     """
     source, destination = resolve_folder(arguments.source), resolve_destination(arguments.destination)
     target = FORMATS[arguments.format]
-    recover(destination)
-    check_free = partial(check_destination, destination, source, arguments.overwrite)
-    check_free()
+    check_free = claim(destination, source, arguments.overwrite)
     with quiet(), staged_folder(destination, check_free) as staging:
         target.make_exporter()  # reports missing packages before any work is done
         model = load_checkpoint(source)
@@ -91,6 +88,7 @@ def write_graphs(folder: Path, model: PreTrainedModel, target: Format) -> None:
 def quiet() -> Iterator[None]:
     """In the block, what exporters print goes to standard error, and their warnings are silenced."""
     verbosity, disabled = transformers_logging.get_verbosity(), logging.root.manager.disable
+    shows_progress = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.disable(logging.WARNING)
@@ -100,5 +98,6 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
-        transformers_logging.enable_progress_bar()
+        if shows_progress:
+            transformers_logging.enable_progress_bar()
         transformers_logging.set_verbosity(verbosity)

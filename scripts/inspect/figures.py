@@ -19,9 +19,8 @@ HEADS_IN_A_ROW = 8
 def draw_terms(measures: Sequence[Mapping[str, Any]], stage: str) -> Figure:
     """The size of each term of a stage by layer."""
     figure, axes = plt.subplots(figsize=(6, 3.2))
-    names = dict.fromkeys(name for layer in measures if stage in layer for name in layer[stage]["terms"])
-    for name in names:
-        sizes = [layer[stage]["terms"].get(name, 0.0) if stage in layer else 0.0 for layer in measures]
+    for name in measures[0][stage]["terms"]:
+        sizes = [layer[stage]["terms"][name] for layer in measures]
         axes.plot(range(len(measures)), sizes, marker="o", ms=3, label=name.replace("_", " "))
     _finish(axes, f"{stage}: size of terms, identity = 1", len(measures))
     return figure
@@ -31,9 +30,8 @@ def draw_similarity(measures: Sequence[Mapping[str, Any]], stage: str) -> Figure
     """How alike heads are before and after a stage, by layer."""
     figure, axes = plt.subplots(figsize=(6, 3.2))
     for index, label in enumerate(("before composing", "after composing")):
-        layers = [number for number, layer in enumerate(measures) if stage in layer]
-        values = [measures[number][stage]["similarity"][index] for number in layers]
-        axes.plot(layers, values, marker="o", ms=3, label=label)
+        values = [layer[stage]["similarity"][index] for layer in measures]
+        axes.plot(range(len(measures)), values, marker="o", ms=3, label=label)
     what = "scores" if stage == "pre" else "probabilities"
     _finish(axes, f"{stage}: mean cosine of two heads' {what}", len(measures))
     return figure

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..common.atomic_file import write_json
 from ..common.atomic_folder import check_nothing_else, recover, staged_folder
 from ..common.builtin_corpus import builtin_corpus_name, builtin_documents
-from ..common.checkpoint_loading import load_checkpoint, refuse_nan
+from ..common.checkpoint_loading import check_vocabulary, load_checkpoint, refuse_nan
 from ..common.composition_observation import LayerObservation
 from ..common.environment import provenance, versions
 from ..common.errors import UserError
@@ -47,6 +47,7 @@ def inspect(arguments: InspectArguments) -> Path:
     check_free()
     model, tokenizer = load_checkpoint(arguments.model, tokenizer=arguments.tokenizer, dtype="float32", device="cpu")
     check_model(model, arguments)
+    check_vocabulary(model, tokenizer)
     model.config.output_attentions = False  # maps are taken from the layers, whose implementation returns none
     tokens, source = read_tokens(tokenizer, model, arguments)
     inspection = look(model, tokens, arguments.model, source)
@@ -107,7 +108,7 @@ def read_tokens(
     """The tokens `[1, T]` of the text and where it comes from.
 
     Raises:
-        UserError: the file is not text, or the text has fewer than two tokens, or tokens that the model does not embed.
+        UserError: the file is not text, or the text has fewer than two tokens.
     """
     text, source = arguments.text, "--text"
     if arguments.file is not None:
@@ -118,11 +119,6 @@ def read_tokens(
     tokens = tokenizer(text, return_tensors="pt", truncation=True, max_length=limit)["input_ids"]
     if tokens.shape[1] < 2:
         raise UserError(f"the text has {tokens.shape[1]} tokens; give at least 2")
-    if int(tokens.max()) >= model.config.vocab_size:
-        raise UserError(
-            f"the tokenizer makes the token {int(tokens.max())}, but the model embeds "
-            f"{model.config.vocab_size}; give the model's own tokenizer (--tokenizer)"
-        )
     return tokens.to(torch.long), source
 
 

@@ -17,7 +17,7 @@ from ..common.composition_measures import (
     term_sizes,
     without_term,
 )
-from ..common.composition_observation import STAGES, Change, LayerObservation
+from ..common.composition_observation import Change, LayerObservation
 from .observation import loss_with
 
 
@@ -56,10 +56,9 @@ def ablate(
 ) -> list[dict[str, Any]]:
     """The loss for `tokens` `[1, T]` without each stage and without each of its terms, in all layers at once."""
     rows = []
-    for stage in STAGES:
-        present = {name for layer in layers if stage in layer.stages for name in term_sizes(layer.stages[stage])}
-        terms = ["all", *(name for name in TERMS if name in present)] if present else []
-        for term in terms:
+    for stage, composition in layers[0].stages.items():
+        present = term_sizes(composition)
+        for term in ("all", *(name for name in TERMS if name in present)):
             changed = loss_with(model, tokens, leave_out(stage, term))
             rows.append({"stage": stage, "term": term, "loss": changed, "difference": changed - loss})
     return rows

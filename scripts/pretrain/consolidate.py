@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -57,13 +56,11 @@ def consolidate(arguments: ConsolidateArguments) -> list[str]:
     """
     import torch
 
-    from ..common.atomic_folder import check_destination, recover, staged_folder
+    from ..common.atomic_folder import claim, staged_folder
     from .outputs import checkpoint
 
     source, destination = find_checkpoint(Path(arguments.source)), resolve_destination(arguments.destination)
-    recover(destination)
-    check_free = partial(check_destination, destination, source.resolve(), arguments.overwrite)
-    check_free()
+    check_free = claim(destination, source.resolve(), arguments.overwrite)
     checkpoint.verify(source)
     model = read_model(source, averaged=arguments.average)
     for weight in model.parameters():

@@ -3,8 +3,9 @@
 The names are imported when they are first asked for, so that the command's help does not wait for Transformers.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from ..common.lazy_names import lazy_names
 
 if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     from .arguments import PublishArguments
@@ -12,11 +13,4 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
 
 __all__ = ["Publication", "PublishArguments", "publish"]
 
-_MODULES = {"Publication": ".job", "PublishArguments": ".arguments", "publish": ".job"}
-
-
-def __getattr__(name: str) -> object:
-    """Imports what `name` stands for (PEP 562)."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name], __name__), name)
+__getattr__ = lazy_names(__name__, {"Publication": "job", "PublishArguments": "arguments", "publish": "job"})

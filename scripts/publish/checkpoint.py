@@ -75,7 +75,7 @@ def read_checkpoint(path: str) -> Checkpoint:
             f"the tokenizer in {folder} has {len(tokenizer)} tokens but the model embeds {rows}; "
             "put the tokenizer there that the model was trained with"
         )
-    patterns = (*COMPANION_PATTERNS, *PICTURES, *(TOKENIZER_PATTERNS if tokenizer else ()))
+    patterns = (*COMPANION_PATTERNS, *PICTURES, *(TOKENIZER_PATTERNS if tokenizer is not None else ()))
     files = list(dict.fromkeys([*weights.files, *matching_files(folder, patterns)]))
     # Some trainers also write the copies of the embedding that a model with a tied head makes by itself.
     is_tied = getattr(config, "tie_word_embeddings", False)

@@ -1,13 +1,12 @@
 """The job: checks the checkpoint, writes a temporary folder, verifies it, moves it into place, and pushes it."""
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from dynattn.remote_code import write_code
 
 from ..common.atomic_file import write_json
-from ..common.atomic_folder import check_destination, recover, staged_folder
+from ..common.atomic_folder import claim, staged_folder
 from ..common.checkpoint_files import copy_files, file_sizes, read_config
 from .arguments import PublishArguments
 from .card import make_card
@@ -37,9 +36,7 @@ def publish(arguments: PublishArguments) -> Publication:
     """
     destination = arguments.destination
     checkpoint = read_checkpoint(arguments.checkpoint)
-    recover(destination)
-    check_free = partial(check_destination, destination, checkpoint.folder, arguments.overwrite)
-    check_free()
+    check_free = claim(destination, checkpoint.folder, arguments.overwrite)
     repo = None if arguments.dry_run else arguments.repo
     if repo is not None:
         check_token_and_network()

@@ -6,10 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from ..common.checkpoint_files import WEIGHTS, WEIGHTS_INDEX, read_weight_map, require_inside
 from ..common.errors import UserError
+from ..common.safetensors_files import read_header
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,13 @@ def read_weights(folder: Path) -> Weights:
     index, shards = folder / WEIGHTS_INDEX, _find_shards(folder)
     weights = Weights([*shards, *([] if (folder / WEIGHTS).is_file() else [WEIGHTS_INDEX])])
     for name, expected in shards.items():
-        dtypes, shapes = _read_header(folder / name)
-        if absent := sorted(expected - shapes.keys()):
+        found = read_header(folder / name)
+        if absent := sorted(expected - found.keys()):
             raise UserError(f"{index} places {absent[0]} in {name}, which lacks it; save the checkpoint again")
-        if twice := sorted(shapes.keys() & weights.shapes.keys()):
+        if twice := sorted(found.keys() & weights.shapes.keys()):
             raise UserError(f"{twice[0]} is in {name} and in another shard of {folder}; save the checkpoint again")
-        weights.dtypes.update(dtypes)
-        weights.shapes.update(shapes)
+        weights.dtypes.update({key: tensor.dtype for key, tensor in found.items()})
+        weights.shapes.update({key: tensor.shape for key, tensor in found.items()})
     return weights
 
 
@@ -75,18 +74,3 @@ def _find_shards(folder: Path) -> dict[str, set[str]]:
         if not (folder / name).is_file():
             raise UserError(f"{index} names the shard {name}, which is not in that folder; copy it there")
     return dict(sorted(shards.items()))
-
-
-def _read_header(path: Path) -> tuple[dict[str, str], dict[str, Sequence[int]]]:
-    """The dtype and the shape of each tensor."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  the handle is no mapping
-            dtypes = {key: part.get_dtype() for key, part in slices.items()}
-            shapes = {key: part.get_shape() for key, part in slices.items()}
-    except (SafetensorError, OSError) as error:
-        size = f"{path.stat().st_size:,} bytes"
-        raise UserError(
-            f"{path} ({size}) is truncated or no safetensors file: {error}; copy or save it again"
-        ) from error
-    return dtypes, shapes

@@ -24,10 +24,15 @@ def main(argv: Sequence[str]) -> int:
     )
     options = parser.parse_args(argv)
     from .page import write_page  # here, because it imports Matplotlib, and help needs to be fast
+    from .run import read_runs
 
     output = options.output or options.runs[0] / "report.html"
     try:
-        write_page(options.runs, output)
+        runs = read_runs(options.runs)
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}; leave this run out, or mend it") from error
+    try:
+        write_page(runs, output)
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}; give another file with --output") from error
     print(f"wrote {output}")

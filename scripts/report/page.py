@@ -9,7 +9,7 @@ from ..common.errors import UserError
 from ..common.figures import literal_label
 from ..common.html_page import DOCTYPE, gallery, heading, page, table
 from .charts import draw_curves, draw_layers
-from .run import ReportedRun, differing, read_runs
+from .run import ReportedRun, differing
 
 CURVES = (
     (("train", "validation"), "loss", "Loss (nats per target)", False),
@@ -33,15 +33,14 @@ TERMS = ("query_low_rank", "key_low_rank", "query_gate", "key_gate", "static")
 STAGES = {"pre": "scores", "post": "probabilities"}
 
 
-def write_page(folders: Sequence[Path], output: Path) -> None:
-    """Reads the runs in `folders` and writes the page.
+def write_page(runs: Sequence[ReportedRun], output: Path) -> None:
+    """Writes the page of some runs.
 
     Raises:
-        UserError: a folder holds no run, or `output` is a file that is no page.
+        UserError: `output` is a file that is no page.
         OSError: the page cannot be written.
     """
     check_is_page(output)
-    runs = read_runs(folders)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, render(runs))
 

@@ -19,7 +19,6 @@ from transformers.modeling_outputs import BaseModelOutput
 from dynattn import (
     DCBartConfig,
     DCBartForConditionalGeneration,
-    RCMHASeq2SeqConfig,
     RCMHASeq2SeqForConditionalGeneration,
 )
 
@@ -99,29 +98,31 @@ def rename(name: str) -> str:
     return name
 
 
-# What distinguishes the models of tests that all encoder-decoders have to pass.
-KINDS: dict[str, dict[str, Any]] = {
-    "dcbart": {},
-    "dcbart-before": {"normalize_before": True, "use_qk_norm": True, "compose_static": True},
-    "rcmha": {"attention_type": "rcmha"},
-    "rcmha-causal": {"attention_type": "rcmha", "encoder_conv_is_causal": True, "conv_kernel_size": 4},
-    "rmha": {"attention_type": "rmha"},
-    "mdha": {"attention_type": "mdha"},
-    "mha": {"attention_type": "mha"},
+DCBART = {**SMALL, **STRONG}
+RCMHA = {name: value for name, value in SMALL.items() if name != "forced_eos_token_id"} | {"initializer_range": 0.15}
+# The class and the fields of the models of tests that all encoder-decoders have to pass.
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dcbart": (DCBartForConditionalGeneration, DCBART),
+    "dcbart-before": (
+        DCBartForConditionalGeneration,
+        {**DCBART, "normalize_before": True, "use_qk_norm": True, "compose_static": True},
+    ),
+    "rcmha": (RCMHASeq2SeqForConditionalGeneration, {**RCMHA, "attention_type": "rcmha"}),
+    "rcmha-causal": (
+        RCMHASeq2SeqForConditionalGeneration,
+        {**RCMHA, "attention_type": "rcmha", "encoder_conv_is_causal": True, "conv_kernel_size": 4},
+    ),
+    "rmha": (RCMHASeq2SeqForConditionalGeneration, {**RCMHA, "attention_type": "rmha"}),
+    "mdha": (RCMHASeq2SeqForConditionalGeneration, {**RCMHA, "attention_type": "mdha"}),
+    "mha": (RCMHASeq2SeqForConditionalGeneration, {**RCMHA, "attention_type": "mha"}),
 }
 
 
 def make_model(kind: str = "dcbart", **fields: Any) -> PreTrainedModel:
     """One of ours in eval mode, whose composition, convolutions and positions matter."""
     torch.manual_seed(0)
-    if kind.startswith("dcbart"):
-        config = DCBartConfig(**{**SMALL, **STRONG, **KINDS[kind], **fields})
-        return DCBartForConditionalGeneration(config).eval()
-    strong = {"initializer_range": 0.15}
-    shared = {name: value for name, value in SMALL.items() if name != "forced_eos_token_id"}
-    return RCMHASeq2SeqForConditionalGeneration(
-        RCMHASeq2SeqConfig(**{**shared, **strong, **KINDS[kind], **fields})
-    ).eval()
+    model_class, own = KINDS[kind]
+    return model_class(model_class.config_class(**{**own, **fields})).eval()
 
 
 def random_tokens(batch: int, length: int) -> Tensor:

@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Literal
 
+from ...common.arguments import given_options
 from ...common.errors import UserError
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -40,8 +41,8 @@ class ConversionArguments:
 
     def given(self, names: Sequence[str]) -> str:
         """The options among `names` that differ from their defaults, as text."""
-        defaults = {entry.name: entry.default for entry in fields(self)}
-        return ", ".join(name for name in names if getattr(self, name) != defaults[name])
+        given = given_options(self)
+        return ", ".join(name for name in names if name in given)
 
 
 def parse_size(text: str) -> int:

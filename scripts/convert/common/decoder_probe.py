@@ -107,4 +107,4 @@ def text_ids(folder: Path, count: int, vocabulary: int) -> Tensor | None:
     return torch.tensor(usable) if len(usable) == count else None
 
 
-TEXT = Probe(lambda architectures: "AutoModelForCausalLM", make_probe, ask)
+TEXT = Probe(lambda architectures: "AutoModelForCausalLM", make_probe, ask, generates=True)

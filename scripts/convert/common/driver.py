@@ -8,13 +8,12 @@ has for the number of layers and the widths belong into `LAYERS` and `WIDTHS` of
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from ...common.atomic_folder import check_destination, recover, staged_folder
+from ...common.atomic_folder import claim, staged_folder
 from ...common.checkpoint_files import check_sizes, copy_files, file_sizes, read_config
 from ...common.folder_names import resolve_destination
 from .arguments import ConversionArguments
@@ -127,9 +126,7 @@ def convert(
     """
     destination = resolve_destination(arguments.destination)
     raw = read_config(source)
-    recover(destination)
-    check_free = partial(check_destination, destination, source, arguments.overwrite)
-    check_free()
+    check_free = claim(destination, source, arguments.overwrite)
     companions = find_companions(source)
     weights = TensorSource(source)
     check_sizes(raw, weights.shapes)

@@ -56,12 +56,14 @@ class Probe(NamedTuple):
         auto_class: returns the name of the Auto class for the class names in `architectures`.
         make: returns an input that models of all given configurations accept; the folder may hold a tokenizer for it.
         ask: runs a model on that input in several ways.
+        generates: whether models of this kind generate, and so have generation settings.
         unread: how the names of weights begin on which no answer depends, so that a checkpoint may lack them.
     """
 
     auto_class: Callable[[list[str]], str]
     make: Callable[..., Any]
     ask: Callable[[PreTrainedModel, Any], Answers]
+    generates: bool = False
     unread: tuple[str, ...] = ()
 
     def auto_class_of(self, raw: dict[str, Any]) -> str:

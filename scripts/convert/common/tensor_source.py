@@ -4,18 +4,17 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...common.checkpoint_files import read_weight_map, require_inside
 from ...common.errors import UserError, first_line
+from ...common.safetensors_files import open_safetensors, read_header
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state")
@@ -64,7 +63,7 @@ class TensorSource:
         path = self.headers[key].path
         if path.suffix != ".safetensors":
             return self._load(path)[key]
-        with _open(path) as file:
+        with open_safetensors(path) as file:
             return file.get_tensor(key)
 
     @cached_property
@@ -75,12 +74,8 @@ class TensorSource:
     def _read_headers(self, path: Path) -> dict[str, Header]:
         if path.suffix != ".safetensors":
             return {key: Header(path, tensor.shape, tensor.dtype) for key, tensor in self._load(path).items()}
-        with _open(path) as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  the handle is no mapping
-            return {
-                key: Header(path, torch.Size(part.get_shape()), DTYPES.get(part.get_dtype()))
-                for key, part in slices.items()
-            }
+        stored = read_header(path)
+        return {key: Header(path, torch.Size(one.shape), DTYPES.get(one.dtype)) for key, one in stored.items()}
 
     def _load(self, path: Path) -> dict[str, Tensor]:
         """The tensors `[...]` of a `.bin` file by name; the last file stays loaded."""
@@ -182,15 +177,3 @@ def _require_files(paths: list[Path], said_by: str) -> list[Path]:
             raise UserError(f"{path} is missing, but {said_by} names it; copy it there")
         require_inside(path)
     return paths
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        size = f"{path.stat().st_size:,} bytes" if path.is_file() else "gone"
-        raise UserError(
-            f"{path} ({size}) is truncated or no safetensors file: {first_line(error)}; copy or save it again"
-        ) from error

@@ -62,4 +62,4 @@ def _decoded_logits(model: PreTrainedModel, source: Tensor, target: Tensor) -> T
     return torch.cat(logits, dim=1)
 
 
-TRANSLATION = Probe(lambda architectures: "AutoModelForSeq2SeqLM", make_probe, ask)
+TRANSLATION = Probe(lambda architectures: "AutoModelForSeq2SeqLM", make_probe, ask, generates=True)

@@ -95,11 +95,6 @@ class OfficialConfig:
         return self.family == "dcpythia" and self.use_linear_bias
 
     @property
-    def local_window(self) -> int | None:
-        """Keys that a token of a local layer sees, itself included; None where all layers are global."""
-        return self.window_size
-
-    @property
     def layer_types(self) -> list[str]:
         """Our layer type for each layer."""
         return repeat_layer_types("G" if self.window_size is None else PATTERNS[self.window_type], self.n_layer)

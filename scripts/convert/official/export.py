@@ -1,5 +1,6 @@
 """From our configuration to the official one, or the reason why the official code cannot run such a model."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ from transformers import PreTrainedConfig
 from dynattn.configuration.composed_config import ROTARY_ALONE, repeat_layer_types
 
 from ...common.errors import UserError
-from .config import OFFICIAL_TYPES, PATTERNS, OfficialConfig
+from .config import DCFORMER_FIELDS, OFFICIAL_TYPES, PATTERNS, PYTHIA_FIELDS, OfficialConfig
 
 ARCHITECTURES = {"dcformer": "DCFormer", "dcpythia": "DCPythia"}
 # Our fields whose values are constants in the official code.
@@ -128,35 +129,16 @@ def find_window(config: PreTrainedConfig) -> tuple[int | None, str | None]:
 
 def to_json(config: OfficialConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The official `config.json`."""
-    fields = {
+    foreign = DCFORMER_FIELDS if config.family == "dcpythia" else PYTHIA_FIELDS
+    fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in foreign}
+    return {
         "architectures": [ARCHITECTURES[config.family]],
-        "model_type": config.family,
-        "block_size": config.block_size,
-        "vocab_size": config.vocab_size,
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_local_heads": config.n_local_heads,
-        "dim": config.dim,
+        "model_type": fields.pop("family"),
+        **fields,
         "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "rope_base": config.rope_base,
-        "norm_eps": config.norm_eps,
-        "use_dcmha": True,
-        "use_qk_norm": config.use_qk_norm,
-        "window_size": config.window_size,
-        "window_type": config.window_type,
-        "query_wise": config.query_wise,
         "q_chunk_size": 128,
         "is_training": False,
         "use_gradient_checkpointing": False,
-        "tie_word_embeddings": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        **{name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        **({"prefill_pad": True} if config.mgate else {}),
     }
-    own = (
-        ("use_parallel_residual", "use_linear_bias", "rotary_pct")
-        if config.family == "dcpythia"
-        else ("mgate", "mgate_dim")
-    )
-    prefill = {"prefill_pad": True} if config.mgate else {}
-    return {**fields, **{name: getattr(config, name) for name in own}, **prefill}

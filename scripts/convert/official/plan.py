@@ -144,7 +144,7 @@ def local_window(arguments: OfficialArguments, official: OfficialConfig) -> int 
     Raises:
         UserError: a window is asked for but no layer is local.
     """
-    window = official.local_window
+    window = official.window_size
     if window is None:
         if arguments.window is not None or arguments.official_prefill_window:
             raise UserError("config.json has no window_size, so no layer is local; leave out the option about windows")

@@ -24,16 +24,16 @@ def generators_of(model: PreTrainedModel) -> dict[str, DynamicComposition]:
 
 
 def new_steps(config: Any, existing: Iterable[str], seed: int) -> Iterator[Step]:
-    """Steps that read nothing and make what `config` asks for beyond the tensors `existing`, one for each module."""
+    """Steps that read nothing and make what `config` asks for beyond the tensors `existing`, module by module."""
     present = set(existing)
     model = meta_model(config, FAMILIES[config.model_type].main_auto_class)
     generators = generators_of(model)
     for index, (name, module) in enumerate(generators.items()):
         names = tuple(f"{name}.{part}" for part in module.state_dict())
         yield Step((), names, partial(_compose, module, config.compose_init_scale, seed * len(generators) + index))
-    norms = [key for key in model.state_dict() if key.endswith(NORMS) and key not in present]
-    for query, key in zip(norms[::2], norms[1::2], strict=True):
-        yield Step((), (query, key), partial(_scales, config.head_dim, 2))
+    for key in model.state_dict():
+        if key.endswith(NORMS) and key not in present:
+            yield Step((), (key,), lambda _: [torch.ones(config.head_dim)])
 
 
 def _compose(module: DynamicComposition, scale: float, seed: int, _: Sequence[Tensor]) -> list[Tensor]:
@@ -43,8 +43,3 @@ def _compose(module: DynamicComposition, scale: float, seed: int, _: Sequence[Te
         made = copy.deepcopy(module).to_empty(device="cpu")
         init_composition(made, scale)
     return list(made.state_dict().values())
-
-
-def _scales(width: int, count: int, _: Sequence[Tensor]) -> list[Tensor]:
-    """Scales of `count` new norms, `[width]` each: ones."""
-    return [torch.ones(width) for _ in range(count)]

@@ -12,14 +12,12 @@ from dynattn.configuration.mixers import NO_COMPOSITION
 from dynattn.families import FAMILIES
 
 from ...common.errors import UserError
-from ..common.decoder_probe import TEXT
 from ..common.driver import ConversionPlan
 from ..common.dropout import warn_of_dropout
 from ..common.model_loading import load_for_probe
 from ..common.planning import check_import, check_shapes, choose_dtype, in_file_order, meta_model, shapes_of
 from ..common.probe import Comparison, Probe, compare_answers
 from ..common.tensor_source import TensorSource, count_elements
-from ..common.translation_probe import TRANSLATION
 from ..common.weight_map import plan_export, plan_import
 from ..common.writing import write_transformers_config
 from .arguments import UpcycleArguments
@@ -62,7 +60,7 @@ class Upcycling(ConversionPlan):
 
     def write_config(self, folder: Path) -> Sequence[str]:
         write_transformers_config(folder, self.config, self.dtype)
-        if self.probe is TEXT or self.probe is TRANSLATION:  # others do not generate
+        if self.probe.generates:
             write_generation_settings(self.source.folder, folder)
         return list(write_preprocessors(self.source.folder, folder))
 

@@ -1,9 +1,9 @@
 """The variants of the study, and its run by `dynattn compare`."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from ...common.arguments import command_line
+from ...common.arguments import command_line, given_options
 from ...compare.job import compare_variants
 from ...compare.variants import Variant
 from ..attentions import ATTENTIONS
@@ -91,8 +91,5 @@ def variants(arguments: AblationsArguments) -> dict[str, Variant]:
 
 def command_of(arguments: AblationsArguments) -> str:
     """The command line that repeats the study, wherever its folder and its texts are."""
-    given = {argument.name: getattr(arguments, argument.name) for argument in fields(arguments)}
-    default = {argument.name: argument.default for argument in fields(arguments)}
-    unsaid = ("output", "max_seconds", "redraw")
-    options = {name: value for name, value in given.items() if name not in unsaid and value != default[name]}
-    return command_line("reproduce ablations", options)
+    told = [name for name in given_options(arguments) if name not in ("output", "max_seconds", "redraw")]
+    return command_line("reproduce ablations", {name: getattr(arguments, name) for name in told})

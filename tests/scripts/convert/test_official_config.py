@@ -74,7 +74,7 @@ def test_released_configurations_survive_the_round_trip(family: str) -> None:
     raw = RELEASED[family]
     official = OfficialConfig.from_json(raw, KEYS[family])
     assert list(field_warnings(raw, official)) == []
-    ours = official.to_ours(official.local_window)
+    ours = official.to_ours(official.window_size)
     assert ours.sliding_window == 256
     returned = to_json(to_official(ours), getattr(torch, str(raw["torch_dtype"])))
     assert returned == {**raw, "pad_token_id": None}
@@ -105,11 +105,11 @@ def test_what_a_configuration_leaves_out_has_the_official_default() -> None:
 def test_window_patterns(window_size: int | None, window_type: str | None, window: int | None, letters: str) -> None:
     raw = {"dim": 96, "n_layer": 10, "n_head": 8, "window_size": window_size, "window_type": window_type}
     config = OfficialConfig.from_json(raw, KEYS["dcformer"])
-    assert config.local_window == window
+    assert config.window_size == window
     assert "".join("L" if kind == "sliding_attention" else "G" for kind in config.layer_types) == letters
-    ours = config.to_ours(config.local_window)
+    ours = config.to_ours(config.window_size)
     returned = to_official(ours)
     assert returned.layer_types == config.layer_types
-    assert returned.local_window == window
+    assert returned.window_size == window
     told = [text for text in field_warnings(raw, config) if "taken at its word" in text]
     assert bool(told) == (window_size == 64 and window_type is not None)

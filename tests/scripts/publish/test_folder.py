@@ -357,7 +357,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "names no weights",
     ),
     "other shape": (lambda folder: edit_config(folder, intermediate_size=64), "config.json|does not load"),
-    "weight lost": (lose_weight, "lacks model.norm.weight"),
+    "weight lost": (lose_weight, "lacks 1 weights of the model, such as model.norm.weight"),
     "nan": (poison, "outputs NaN"),
     "tokenizer damaged": (lambda folder: (folder / "tokenizer.json").write_text("{"), "does not load"),
     "tokenizer too big": (lambda folder: save_tokenizer(folder, 400), "but the model embeds 300"),
