@@ -69,9 +69,5 @@ def write_starting_points(folder: Path) -> None:
     rows = [{"text": text} for text in builtin_documents("validation")]
     (folder / "my_text.jsonl").write_text("\n".join(map(json.dumps, rows)))
     turns = [{"role": "user", "content": "How many legs has a spider?"}, {"role": "assistant", "content": "Eight."}]
-    (folder / "conversations.jsonl").write_text("\n".join(json.dumps({"messages": [*turns, n]}) for n in speakers()))
-
-
-def speakers() -> list[dict[str, str]]:
-    """Last turns that make conversations differ."""
-    return [{"role": "user", "content": f"And {n} spiders?"} for n in range(40)]
+    lasts = [{"role": "user", "content": f"And {n} spiders?"} for n in range(40)]  # they make conversations differ
+    (folder / "conversations.jsonl").write_text("\n".join(json.dumps({"messages": [*turns, last]}) for last in lasts))

@@ -1,7 +1,6 @@
 """Checkpoints with a tokenizer and a chat template, and a server that runs during a test."""
 
 import os
-import socket
 import subprocess
 import time
 import urllib.request
@@ -41,12 +40,6 @@ def save_with_tokenizer(model: PreTrainedModel, folder: Path) -> str:
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return str(folder)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @contextmanager

@@ -5,6 +5,18 @@ import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 
+# Blocks of settings and modules that name their file in the first line are written there; Python runs as well.
+BLOCK = re.compile(r"(?:^<!-- not run: (.+?) -->\n+)?^```(bash|python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE_NAME = re.compile(r"# (\w+\.(?:py|yaml))$", re.MULTILINE)
+INSTALL = re.compile(r"^pip install .*$", re.MULTILINE)
+
+
+def blocks_of(text: str) -> Iterator[tuple[str, str]]:
+    """Language and content of each block of a guide that runs."""
+    for reason, language, content in BLOCK.findall(text):
+        if not reason:
+            yield language, INSTALL.sub("", content)
+
 
 def fenced_blocks(text: str, language: str) -> list[str]:
     """The blocks of a language."""

@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import traceback
@@ -27,6 +26,8 @@ from dynattn.scripts.pretrain.outputs.checkpoint_writer import CheckpointWriter
 from dynattn.scripts.pretrain.outputs.metrics import read_metrics
 from dynattn.scripts.pretrain.results import RATES
 from dynattn.scripts.pretrain.trainer import Trainer
+
+from .processes import free_port, torchrun_environment
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
 LLAMA = {
@@ -184,16 +185,12 @@ def run_forked(processes: int, output: Path, corpus: Path, **changes: Any) -> No
     Raises:
         AssertionError: one of them fails; the message holds what it printed.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     fork = multiprocessing.get_context("fork")
     errors = [output.with_name(f"{output.name}-{rank}.txt") for rank in range(processes)]
     members = []
     for rank, error in enumerate(errors):
-        place = {"RANK": rank, "WORLD_SIZE": processes, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": processes}
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
-        environment = {name: str(value) for name, value in {**place, **address}.items()}
+        environment = {**torchrun_environment(rank, processes, port), "ACCELERATE_USE_CPU": "true"}
         members.append(fork.Process(target=_run_as, args=(environment, error, output, corpus, changes)))
     for member in members:
         member.start()

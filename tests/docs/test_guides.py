@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cases.text import commands_of, fenced_blocks
+from cases.text import FILE_NAME, blocks_of, commands_of
 
 from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS
 from dynattn.scripts.cli import JOBS
@@ -13,8 +13,6 @@ from dynattn.scripts.completion import OTHERS, following
 
 ROOT = Path(__file__).parents[2]
 GUIDES = ROOT / "docs" / "guides"
-FILE_NAME = re.compile(r"# (\w+\.py)$", re.MULTILINE)  # the first line of a module
-NOT_RUN = re.compile(r"^<!-- not run: .+? -->\n+```.*?^```$", re.MULTILINE | re.DOTALL)
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 PAGES_OF_SITE = sorted({*PAGES, *ROOT.glob("*.md"), *ROOT.glob("model_cards/*.md"), *(ROOT / "modeling").rglob("*.md")})
 
@@ -36,7 +34,8 @@ def implementations() -> Iterator[None]:
 def test_every_block_of_python_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    blocks = fenced_blocks(NOT_RUN.sub("", (GUIDES / name).read_text(encoding="utf-8")), "python")
+    text = (GUIDES / name).read_text(encoding="utf-8")
+    blocks = [content for language, content in blocks_of(text) if language == "python"]
     assert blocks
     names: dict[str, object] = {"__name__": name}
     for block in blocks:
@@ -77,11 +76,7 @@ def anchors_of(page: Path) -> set[str]:
 
 def text_of(page: Path) -> str:
     """The page without blocks of code."""
-    return without_blocks(page.read_text(encoding="utf-8"))
-
-
-def without_blocks(text: str) -> str:
-    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
 def as_field(option: str) -> str:

@@ -3,31 +3,20 @@
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cases.guides import environment_of_guides, write_starting_points
+from cases.text import FILE_NAME, blocks_of
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 # The server of this one has to be asked while it runs.
 WITH_TESTS_OF_THEIR_OWN = {"serving.md": "test_serving_guide.py"}
 RUN = sorted(page.name for page in GUIDES.glob("*.md") if page.name not in WITH_TESTS_OF_THEIR_OWN)
-# Blocks of settings and modules that name their file in the first line are written there; Python runs as well.
-BLOCK = re.compile(r"(?:^<!-- not run: (.+?) -->\n+)?^```(bash|python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FILE_NAME = re.compile(r"# (\w+\.(?:py|yaml))$", re.MULTILINE)
 # What a page needs beyond the packages of the tests.
 NEEDED = re.compile(
     r"^(?:from|import|dynattn export) (trl|torchao|bitsandbytes|onnx|openvino|executorch|timm|nnsight)\b", re.MULTILINE
 )
-INSTALL = re.compile(r"^pip install .*$", re.MULTILINE)
-
-
-def blocks_of(text: str) -> Iterator[tuple[str, str]]:
-    """Language and content of each block that runs."""
-    for reason, language, content in BLOCK.findall(text):
-        if not reason:
-            yield language, INSTALL.sub("", content)
 
 
 def as_program(text: str, page: str) -> str:

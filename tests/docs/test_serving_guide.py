@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from cases.models import make_model
-from cases.serving import free_port, running_server, save_with_tokenizer
+from cases.processes import free_port
+from cases.serving import running_server, save_with_tokenizer
 from cases.text import fenced_blocks
 
 GUIDE = (Path(__file__).parents[2] / "docs/guides/serving.md").read_text(encoding="utf-8")

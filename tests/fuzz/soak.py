@@ -10,13 +10,13 @@ between two processes (torn and flipped files). Then the same command goes on, w
 import argparse
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,10 +27,11 @@ from accelerate.state import AcceleratorState
 from dynattn.scripts.common.atomic_file import write_json
 from dynattn.scripts.common.environment import hardware, versions
 from dynattn.scripts.pretrain.outputs.checkpoint import list_checkpoints
+from tests.cases.processes import free_port, torchrun_environment
 
 from .commands import PRETRAIN, Ended, as_options, run_here
 from .harness import Child, in_child
-from .kinds.faults import at_event, kill, kill_soon, limit_files, refuse, summary
+from .kinds.faults import strike, summary
 
 UPDATES = 240
 SEQUENCES = 4
@@ -139,13 +140,7 @@ def disturb(fault: str, output: Path, corpus: Path, processes: int, random: Rand
     """
     disturbed, size = random.randrange(processes), 1 << random.randrange(10, 18)
     event = random.randrange(1, EVENTS_OF_OTHERS if disturbed else EVENTS)
-    faults: dict[str, Callable[[], None]] = {
-        "killed": lambda: at_event(event, output, kill),
-        "killed late": lambda: at_event(event, output, kill_soon),
-        "disk is full": lambda: at_event(event, output, refuse),
-        "limited files": lambda: limit_files(size),
-    }
-    for ended in run_in(processes, output, corpus, faults[fault], disturbed):
+    for ended in run_in(processes, output, corpus, partial(strike, fault, event, output, size), disturbed):
         if ended is not None and ended.exception is not None and processes == 1:
             raise AssertionError(f"{fault} at event {event}: {ended.exception}")
 
@@ -163,9 +158,7 @@ def run_in(
     """The command in as many processes, of which `disturbed` is prepared; None for one that was killed."""
     options = {**RUN, "output": str(output), "dataset": str(corpus), "batch_size": str(SEQUENCES // processes)}
     argv = ["pretrain", *as_options(options)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with ExitStack() as stack:
         children = []
         for rank in range(processes):
@@ -184,9 +177,7 @@ def member(
     def join() -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         if processes > 1:
-            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-            os.environ.update({name: str(value) for name, value in {**places, "MASTER_PORT": port}.items()})
-            os.environ["MASTER_ADDR"] = "127.0.0.1"
+            os.environ.update(torchrun_environment(rank, processes, port))
         prepare()
 
     return lambda tell: tell(run_here(argv, join))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .harness import expect
+from .harness import Case, expect
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 # Errors may be this many times those of the reference implementation in the same dtype.
@@ -173,3 +173,16 @@ def expect_within_noise(name: str, actual: Tensor, plain: Tensor, truth: Tensor,
     noise = max(float((plain.double() - truth).abs().max()), rounding)
     error = float((actual.double() - truth).abs().max())
     expect(error <= MULTIPLE * noise, f"{name} is wrong by {error:.1e}, where the reference is by {noise:.1e}")
+
+
+def gradients(output: Tensor, leaves: Mapping[str, Tensor], case: Case) -> dict[str, Tensor]:
+    """The gradients of an op's leaves for a random one of its output; those of leaves without influence are zero."""
+    grads: tuple[Tensor | None, ...] = (None,) * len(leaves)
+    if output.requires_grad and leaves:
+        wanted = random_values(tuple(output.shape), case["seed"] + 99).to(DTYPES[case["dtype"]]).to(output.dtype)
+        wanted = laid_out(wanted, case["grad_layout"])
+        grads = torch.autograd.grad(output, list(leaves.values()), wanted, allow_unused=True)
+    return {
+        f"gradient of {name}": torch.zeros_like(leaf) if grad is None else grad
+        for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
+    }

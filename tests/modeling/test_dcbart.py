@@ -18,7 +18,6 @@ from dynattn import DCBartConfig, DCBartForConditionalGeneration, DCBartModel
 from dynattn.modeling.caches.composed_cache import ComposedLayerMixin
 
 LENGTHS = [(11, 5), (5, 13)]  # of source and target
-MULTIPLE = 4
 
 
 def assert_same(ours: Tensor, theirs: Tensor) -> None:

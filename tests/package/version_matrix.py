@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from dynattn.scripts.common import markdown
 from dynattn.scripts.common.atomic_file import write_json, write_whole
-from dynattn.scripts.common.environment import hardware
+from dynattn.scripts.common.environment import hardware, source_commit
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "model_cards/records/compatibility"
@@ -109,7 +110,7 @@ def run_row(row: str, wheel: Path, work: Path) -> dict[str, Any]:
     return {
         "versions": json.loads(shown),
         "hardware": processor(),
-        "commit": commit(),
+        "commit": source_commit(),
         "seconds": seconds,
         "areas": areas,
     }
@@ -169,11 +170,12 @@ def write_record(output: Path, row: str, result: dict[str, Any]) -> None:
 
 def table(rows: dict[str, Any]) -> str:
     """The record in Markdown: for each row and area, how many tests passed, and how many of them failed if any."""
-    lines = ["| Python | torch | transformers | " + " | ".join(AREAS) + " |", "|---" * (3 + len(AREAS)) + "|"]
-    for result in rows.values():
-        versions = [result["versions"][name] for name in ("python", "torch", "transformers")]
-        lines.append("| " + " | ".join([*versions, *(cell(result["areas"][name]) for name in AREAS)]) + " |")
-    return "\n".join(lines)
+    packages = ("python", "torch", "transformers")
+    cells = [
+        [*(result["versions"][name] for name in packages), *(cell(result["areas"][name]) for name in AREAS)]
+        for result in rows.values()
+    ]
+    return markdown.table(["Python", "torch", "transformers", *AREAS], cells)
 
 
 def cell(area: dict[str, Any]) -> str:
@@ -187,12 +189,6 @@ def processor() -> str:
     import torch
 
     return hardware(torch.device("cpu"))
-
-
-def commit() -> str:
-    """The commit that was tried."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

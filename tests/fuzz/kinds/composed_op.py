@@ -17,6 +17,7 @@ from ..tensors import (
     DTYPES,
     LAYOUTS,
     expect_within_noise,
+    gradients,
     laid_out,
     make_mask,
     mask_in_float64,
@@ -212,17 +213,8 @@ def outcome(call: Callable[..., Tensor], tensors: Mapping[str, Tensor], name: st
         leaves[leaf].requires_grad_()
     with composing(name) as implementation, torch.set_grad_enabled(bool(chosen)):
         output = call(leaves, implementation)
-    found = {"output": output.detach()}
-    if not chosen:
-        return found
-    wanted = random_values(tuple(output.shape), case["seed"] + 99).to(DTYPES[case["dtype"]]).to(output.dtype)
     with composing(name):
-        grads = torch.autograd.grad(
-            output, [leaves[leaf] for leaf in chosen], laid_out(wanted, case["grad_layout"]), allow_unused=True
-        )
-    for leaf, grad in zip(chosen, grads, strict=True):
-        found[f"gradient of {leaf}"] = torch.zeros_like(leaves[leaf]) if grad is None else grad
-    return found
+        return {"output": output.detach(), **gradients(output, {leaf: leaves[leaf] for leaf in chosen}, case)}
 
 
 def is_chosen(leaf: str, case: Case, implementation: str) -> bool:

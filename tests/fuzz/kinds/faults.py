@@ -90,18 +90,21 @@ def summary(output: Path) -> dict[str, Any]:
 
 def disturb(fault: str, event: int, output: Path) -> None:
     """Runs until the fault; a process that is killed may leave anything, one that is told must say so in one line."""
-    faults: dict[str, Callable[[], None]] = {
-        "killed": lambda: at_event(event, output, kill),
-        "killed late": lambda: at_event(event, output, kill_soon),
-        "disk is full": lambda: at_event(event, output, refuse),
-        "limited files": lambda: limit_files(1 << (10 + event % 8)),
-    }
+    size = 1 << (10 + event % 8)
     try:
-        ended: Ended | None = run_command(command(output), SECONDS, faults[fault])
+        ended = run_command(command(output), SECONDS, functools.partial(strike, fault, event, output, size))
     except EOFError:
         return
-    if ended is not None and not (ended.status == 2 and "already holds a finished" in ended.errors):
+    if not (ended.status == 2 and "already holds a finished" in ended.errors):
         expect_one_line(ended)
+
+
+def strike(fault: str, event: int, output: Path, size: int) -> None:
+    """Makes this process suffer a fault at the n-th change of its folder, or no file be longer than `size` bytes."""
+    if fault == "limited files":
+        limit_files(size)
+    else:
+        at_event(event, output, {"killed": kill, "killed late": kill_soon, "disk is full": refuse}[fault])
 
 
 def at_event(number: int, output: Path, act: Callable[[], None]) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from random import Random
 
-import torch
 from torch import Tensor
 
 from dynattn import relative_attention
@@ -13,6 +12,7 @@ from ..tensors import (
     DTYPES,
     LAYOUTS,
     expect_within_noise,
+    gradients,
     laid_out,
     make_mask,
     mask_in_float64,
@@ -104,16 +104,7 @@ def outcome(case: Case, tensors: Mapping[str, Tensor], mask: Tensor | None, name
     options = {option: case[option] for option in ("scaling", "is_causal", "offset")}
     call: Callable[..., Tensor] = relative_attention
     output = call(**leaves, **options, attention_mask=mask, sliding_window=case["window"], implementation=name)
-    found = {"output": output.detach()}
-    grads: tuple[Tensor | None, ...] = (None,) * len(chosen)
-    if output.requires_grad:
-        wanted = random_values(tuple(output.shape), case["seed"] + 99).to(DTYPES[case["dtype"]]).to(output.dtype)
-        grads = torch.autograd.grad(
-            output, [leaves[leaf] for leaf in chosen], laid_out(wanted, case["grad_layout"]), allow_unused=True
-        )
-    for leaf, grad in zip(chosen, grads, strict=True):
-        found[f"gradient of {leaf}"] = torch.zeros_like(leaves[leaf]) if grad is None else grad
-    return found
+    return {"output": output.detach(), **gradients(output, {leaf: leaves[leaf] for leaf in chosen}, case)}
 
 
 def is_chosen(leaf: str, leaves: str) -> bool:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 from cases.models import SMALL, make_model
-from cases.serving import free_port, make_tokenizer, running_server, save_with_tokenizer
+from cases.processes import free_port
+from cases.serving import make_tokenizer, running_server, save_with_tokenizer
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, PreTrainedModel
 

@@ -10,7 +10,8 @@ import httpx
 import pytest
 import torch
 from cases.models import make_model
-from cases.serving import free_port, make_tokenizer, running_server, save_with_tokenizer
+from cases.processes import free_port
+from cases.serving import make_tokenizer, running_server, save_with_tokenizer
 from transformers import PreTrainedModel
 
 # The server and lm-eval keep vLLM's engine in a process of its own.
