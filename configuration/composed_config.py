@@ -116,7 +116,7 @@ class ComposedConfig(CompositionConfig):
     @property
     def schemes(self) -> set[str]:
         """The position schemes in use."""
-        return {self.scheme_of(layer_type) for layer_type in self.layer_types or ()}
+        return {self.scheme_of(layer_type) for layer_type in set(self.layer_types or ())}
 
     @property
     def rotates(self) -> bool:

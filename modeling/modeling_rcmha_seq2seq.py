@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -173,11 +172,10 @@ class RCMHASeq2SeqDecoder(Seq2SeqDecoderBody, RCMHASeq2SeqStack):
     ) -> dict[str, Any]:
         """The `Segment` of the target, and which source tokens are real `[B, S]`; arguments are those of the base."""
         own: Cache | None = None if cache is None else cache.self_attention_cache
-        positions = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
         segment = describe_segment(
             self.config,
             inputs_embeds,
-            positions,
+            None,
             own,
             masks["attention_mask"],
             given_mask=attention_mask,

@@ -31,12 +31,7 @@ class ComposedLayerMixin:
     Packed factors are `[B, P * terms, S, H]` for `P` stages: the terms of `DynamicComposition`, in its order.
     """
 
-    plain_class: type[CacheLayerMixin]
     factors: Any
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.factors = self.plain_class(*args, **kwargs)
 
     @classmethod
     def from_plain(cls, layer: CacheLayerMixin) -> "ComposedLayerMixin":
@@ -109,13 +104,14 @@ class _ComposedDynamicMixin(ComposedLayerMixin):
 class ComposedDynamicLayer(_ComposedDynamicMixin, DynamicLayer):  # type: ignore[misc]
     """Grows with every token."""
 
-    plain_class = DynamicLayer
+    def __init__(self) -> None:
+        """Makes an empty layer, for a cache that makes its layers as they are needed."""
+        super().__init__()
+        self.factors = DynamicLayer()
 
 
 class ComposedDynamicSlidingWindowLayer(_ComposedDynamicMixin, DynamicSlidingWindowLayer):  # type: ignore[misc]
     """Grows up to the sliding window."""
-
-    plain_class = DynamicSlidingWindowLayer
 
     def activate_past_recording(self) -> None:
         super().activate_past_recording()
@@ -125,19 +121,13 @@ class ComposedDynamicSlidingWindowLayer(_ComposedDynamicMixin, DynamicSlidingWin
 class ComposedStaticLayer(ComposedLayerMixin, StaticLayer):  # type: ignore[misc]
     """Allocated once, for compiled decoding."""
 
-    plain_class = StaticLayer
-
 
 class ComposedStaticSlidingWindowLayer(ComposedLayerMixin, StaticSlidingWindowLayer):  # type: ignore[misc]
     """Allocated once, at the length of the sliding window."""
 
-    plain_class = StaticSlidingWindowLayer
-
 
 class _ComposedQuantizedMixin(_ComposedDynamicMixin):
     """Quantizes keys and values. Factors are few, and all heads of a pair depend on each: they stay as they are."""
-
-    plain_class = DynamicLayer
 
     @classmethod
     def factors_layer(cls, layer: CacheLayerMixin) -> CacheLayerMixin:

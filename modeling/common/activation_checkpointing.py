@@ -55,10 +55,11 @@ def drops_caches(model: Any) -> bool:
     From 5.24 on, the version that renamed caches, Transformers drops them only where gradients are computed.
     """
     runs_twice = torch.is_grad_enabled() or CACHE_NAME == OLD_NAME
+    if not (model.training and runs_twice):  # asked first, because the properties below visit every module
+        return False
     # Transformers 5.24 deprecates the older name.
     newer = hasattr(type(model), "is_activation_checkpointing")
-    checkpoints = model.is_activation_checkpointing if newer else model.is_gradient_checkpointing
-    return model.training and checkpoints and runs_twice
+    return model.is_activation_checkpointing if newer else model.is_gradient_checkpointing
 
 
 def check_keeps_cache(model: Any, cache: Cache | None = None) -> None:

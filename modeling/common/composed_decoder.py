@@ -3,14 +3,13 @@
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..caches.composed_cache import upgrade_to_composed_cache
 from ..caches.key_places import first_query_offset, key_count
 from ..ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS
-from ..ops.distance_tables import DistanceTables
+from ..ops.distance_tables import NO_TABLES, DistanceTables
 from ..positions.absolute import make_absolute
 from ..positions.alibi import alibi_bias
 from ..positions.carope import make_room_for_phases
@@ -75,26 +74,22 @@ class ComposedDecoderBody(DecoderBody):
 
         The arguments are positions, the starts of packed documents, rotary cosines and sines, and tables by distance.
         """
-        hidden_states = with_absolute_positions(self.config, self.embed_positions, inputs)
-        cache, length = inputs.past_key_values, hidden_states.shape[1]
+        hidden_states, config = with_absolute_positions(self.config, self.embed_positions, inputs), self.config
         shared = {
             "position_ids": inputs.position_ids,
             "first_keys": None if is_complete_mask(given.attention_mask) else inputs.document_starts,
         }
-        first_of_type = {kind: self.config.layer_types.index(kind) for kind in set(self.config.layer_types)}
-        count_keys = partial(key_count, cache, length=length) if given.paged is None else given.paged.key_count
-        tables = self._distance_tables(max(map(count_keys, first_of_type.values())), hidden_states.device)
+        tables = self._distance_tables(given, inputs) if config.has_distance_tables else {}
         arguments: dict[str, dict[str, Any]] = {}
-        for layer_type, layer in first_of_type.items():
-            offset = first_query_offset(cache, layer, length) if self.config.has_distance_tables else None
-            table = tables[layer_type]
+        for layer_type in set(config.layer_types):
             arguments[layer_type] = shared | {
                 "position_embeddings": self._rotations(layer_type, inputs),
-                # PyTorch 2.11 cannot compile `_replace` where a graph ends at the return of this method.
-                "tables": DistanceTables(table.bias, table.gain, offset, table.compose_bias),
+                "tables": tables.get(layer_type, NO_TABLES),
             }
-            if self.config.scheme_of(layer_type) == "carope":
-                arguments[layer_type]["token_mask"] = new_token_mask(given.attention_mask, cache, length)
+            if config.scheme_of(layer_type) == "carope":
+                length = hidden_states.shape[1]
+                token_mask = new_token_mask(given.attention_mask, inputs.past_key_values, length)
+                arguments[layer_type]["token_mask"] = token_mask
         return hidden_states, arguments
 
     def _rotations(self, layer_type: str, inputs: DecoderInputs) -> tuple[Tensor, Tensor] | None:
@@ -102,18 +97,22 @@ class ComposedDecoderBody(DecoderBody):
         embedding = rotary_of(self.rotary_emb, self.config, layer_type)
         return None if embedding is None else embedding(inputs.inputs_embeds, inputs.position_ids)
 
-    def _distance_tables(self, keys: int, device: torch.device) -> dict[str, DistanceTables]:
-        """The tables of each layer type, without offset, with `keys` rows: one for each distance from 0."""
-        config = self.config
+    def _distance_tables(self, given: DecoderArguments, inputs: DecoderInputs) -> dict[str, DistanceTables]:
+        """The tables of each layer type: a row for each distance from 0, and the place of the first new token."""
+        config, cache, embeddings = self.config, inputs.past_key_values, inputs.inputs_embeds
+        length = embeddings.shape[1]
+        first_of_type = {layer_type: config.layer_types.index(layer_type) for layer_type in set(config.layer_types)}
+        count_keys = partial(key_count, cache, length=length) if given.paged is None else given.paged.key_count
+        keys = max(map(count_keys, first_of_type.values()))
         gain = None if self.position_gain is None else self.position_gain(keys)
         biases: dict[str, Tensor] = {}
         if "alibi" in config.schemes:
-            biases["alibi"] = alibi_bias(keys, config.num_attention_heads, device)
+            biases["alibi"] = alibi_bias(keys, config.num_attention_heads, embeddings.device)
         if self.position_bias is not None:
             biases["t5"] = self.position_bias(keys)
         tables = {}
-        for layer_type in set(config.layer_types):
+        for layer_type, layer in first_of_type.items():
             bias = biases.get(config.scheme_of(layer_type))
             compose_bias = config.compose_position_bias and bias is not None
-            tables[layer_type] = DistanceTables(bias, gain, None, compose_bias)
+            tables[layer_type] = DistanceTables(bias, gain, first_query_offset(cache, layer, length), compose_bias)
         return tables

@@ -242,8 +242,9 @@ def make_causal_masks(
     pass the starts to those instead, because a complete mask takes memory quadratic in the length. Transformers can
     itself search positions for packed documents, but takes every jump for a border, so it gets no positions.
     """
-    takes_starts = getattr(config, "composes", False) or getattr(config, "has_distance_tables", False)
-    apart = None if starts is None or takes_starts else not_before_document(starts)
+    apart = None
+    if starts is not None and not (getattr(config, "composes", False) or getattr(config, "has_distance_tables", False)):
+        apart = not_before_document(starts)
     return {
         layer_type: MASK_MAKERS[layer_type](
             config=config,

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import (
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
 )
-from transformers.utils import can_return_tuple
+from transformers.utils import ModelOutput, can_return_tuple
 from transformers.utils.import_utils import is_tracing
 
 from ..caches.names import cache_in, named_cache, takes_either_name
@@ -80,7 +80,7 @@ class Seq2SeqBody:
         attention_mask: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
-        encoder_outputs: BaseModelOutput | tuple[Tensor, ...] | None = None,
+        encoder_outputs: ModelOutput | tuple[Tensor, ...] | None = None,
         past_key_values: EncoderDecoderCache | None = None,
         inputs_embeds: Tensor | None = None,
         decoder_inputs_embeds: Tensor | None = None,
@@ -110,20 +110,19 @@ class Seq2SeqBody:
                 f"an attention_mask {given} cannot serve both the encoder and cross-attention, which have other "
                 "queries; give one of shape [batch, source length]"
             )
+        encoded: Any = encoder_outputs
         if encoder_outputs is None:
             # Whether tokens see later ones is about the target.
             options = {name: value for name, value in kwargs.items() if name != "is_causal"}
-            encoder_outputs = self.encoder(
+            encoded = self.encoder(
                 input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **options
             )
-        elif not isinstance(encoder_outputs, BaseModelOutput):
-            names = ("last_hidden_state", "hidden_states", "attentions")
-            encoder_outputs = BaseModelOutput(**dict(zip(names, encoder_outputs, strict=False)))  # type: ignore[arg-type]
-        assert isinstance(encoder_outputs, BaseModelOutput)
+        elif not isinstance(encoded, ModelOutput):
+            encoded = BaseModelOutput(*encoded[:3])
         decoded = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
-            encoder_hidden_states=encoder_outputs[0],
+            encoder_hidden_states=encoded[0],
             encoder_attention_mask=attention_mask,
             past_key_values=past_key_values,
             inputs_embeds=decoder_inputs_embeds,
@@ -135,9 +134,9 @@ class Seq2SeqBody:
             decoder_hidden_states=decoded.hidden_states,
             decoder_attentions=decoded.attentions,
             cross_attentions=decoded.cross_attentions,
-            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
-            encoder_hidden_states=encoder_outputs.hidden_states,
-            encoder_attentions=encoder_outputs.attentions,
+            encoder_last_hidden_state=encoded[0],
+            encoder_hidden_states=getattr(encoded, "hidden_states", None),
+            encoder_attentions=getattr(encoded, "attentions", None),
             **named_cache(cache_in(decoded)),
         )
 

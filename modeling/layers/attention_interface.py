@@ -13,7 +13,7 @@ from transformers.utils.import_utils import is_tracing
 from ..ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS, Attention, resolve_implementation
 from ..ops.dcmha.composition import Composition
 from ..ops.dcmha.validation import check_composed_call
-from ..ops.distance_tables import NO_TABLES, DistanceTables, table_options
+from ..ops.distance_tables import NO_TABLES, DistanceTables, refusing_tables
 
 logger = logging.get_logger(__name__)
 
@@ -105,8 +105,7 @@ def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..
         check_composed_call(
             query, key, value, **composed, attention_mask=mask, sliding_window=sliding_window, tables=tables
         )
-        name = getattr(attend, "__name__", repr(attend))
-        return attend(query, key, value, **composed, **masking, **table_options(name, attend, tables))
+        return attend(query, key, value, **composed, **masking, tables=tables)
 
     return forward
 
@@ -197,7 +196,7 @@ def register_implementation(name: str, attend: Attention) -> None:
         TypeError: `attend` cannot be called.
     """
     check_new_implementation(name, attend)
-    COMPOSING_IMPLEMENTATIONS[name] = IMPLEMENTATIONS[name] = attend
+    COMPOSING_IMPLEMENTATIONS[name] = IMPLEMENTATIONS[name] = refusing_tables(name, attend)
     MAY_MAKE_MAPS.add(name)
     _register_with_transformers(name)
 

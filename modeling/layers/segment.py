@@ -31,7 +31,7 @@ class Segment(NamedTuple):
 def describe_segment(
     config: PreTrainedConfig,
     inputs_embeds: Tensor,
-    position_ids: Tensor,
+    position_ids: Tensor | None,
     cache: Cache | None,
     mask: Tensor | None,
     *,
@@ -44,7 +44,7 @@ def describe_segment(
 
     Args:
         inputs_embeds: `[B, T, E]`.
-        position_ids: `[B, T]` or `[1, T]`.
+        position_ids: `[B, T]` or `[1, T]`; read only for a rotary embedding.
         cache: the memory of earlier segments.
         mask: the mask of the layers, `[B, 1, T, S]` or None.
         given_mask: the `attention_mask` that the caller gave.

@@ -5,6 +5,7 @@ are. So padding on the left and packed documents need nothing special.
 """
 
 from collections.abc import Callable
+from functools import wraps
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -29,9 +30,15 @@ class DistanceTables(NamedTuple):
         return self.bias is not None or self.gain is not None or self.offset is not None
 
     @property
-    def present(self) -> dict[str, Tensor | None]:
-        """The tables by the names that they have as arguments, for messages; None for one that is absent."""
-        return {"position_bias": self.bias, "position_gain": self.gain}
+    def offset_tensor(self) -> Tensor | None:
+        """The offset as an operator takes it: an integer becomes a tensor on the CPU, which is read without waiting."""
+        return self.offset if isinstance(self.offset, Tensor | None) else torch.as_tensor(self.offset, device="cpu")
+
+    @property
+    def present(self) -> dict[str, Tensor]:
+        """The tables that there are, by the names that they have as arguments."""
+        named = {"position_bias": self.bias, "position_gain": self.gain}
+        return {name: table for name, table in named.items() if table is not None}
 
 
 NO_TABLES = DistanceTables()
@@ -48,17 +55,21 @@ def at_distances(table: Tensor, distance: Tensor) -> Tensor:
     return rows.to(table.dtype).permute(2, 0, 1)
 
 
-def table_options(name: str, attend: Callable[..., Any], tables: DistanceTables) -> dict[str, DistanceTables]:
-    """The keyword argument `tables` for the implementation `attend`, called `name`; none if there are no tables.
+def refusing_tables(name: str, attend: Callable[..., Any]) -> Callable[..., Any]:
+    """The implementation `attend`, called `name`, with an argument `tables`: if it has none, one that it refuses.
 
-    Raises:
-        ValueError: there are tables or an offset, but `attend` has no argument `tables`.
+    The function that is returned raises ValueError if there are tables or an offset.
     """
-    if not tables.has_any:
-        return {}
-    if "tables" not in signature(attend).parameters:
-        raise ValueError(f"implementation={name!r} takes no position_bias, position_gain or offset; use 'chunked'")
-    return {"tables": tables}
+    if "tables" in signature(attend).parameters:
+        return attend
+
+    @wraps(attend)
+    def refusing(*args: Any, tables: DistanceTables = NO_TABLES, **kwargs: Any) -> Any:
+        if tables.has_any:
+            raise ValueError(f"implementation={name!r} takes no position_bias, position_gain or offset; use 'chunked'")
+        return attend(*args, **kwargs)
+
+    return refusing
 
 
 def check_offset(offset: Any) -> None:
@@ -72,7 +83,7 @@ def check_offset(offset: Any) -> None:
 
 
 def check_table_lengths(
-    tables: dict[str, Tensor | None],
+    tables: dict[str, Tensor],
     queries: int,
     keys: int,
     sliding_window: int | None,
@@ -99,8 +110,6 @@ def check_table_lengths(
         behind.append(sliding_window)
         ahead.append(sliding_window - 1)
     for name, table in tables.items():
-        if table is None or table.ndim == 0:
-            continue
         earlier_rows = table.shape[0] - later_rows
         if all(earlier_rows < limit for limit in behind) or all(later_rows < limit for limit in ahead):
             rows, later = min(behind), min(ahead)

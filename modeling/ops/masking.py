@@ -57,7 +57,13 @@ class Structure(NamedTuple):
         visible = visible_distances(distance, is_causal=self.is_causal, sliding_window=self.sliding_window)
         return torch.ones_like(distance, dtype=torch.bool) if visible is None else visible
 
-    def edges(self, queries: slice, keys: slice) -> list[slice]:
+    def hide(self, scores: Tensor, queries: slice, keys: slice) -> None:
+        """Sets `scores` `[..., c, n]` of keys that a query does not see to minus infinity; see `reach`."""
+        for edge in self._edges(queries, keys):
+            part = slice(edge.start - keys.start, edge.stop - keys.start)
+            scores[..., part].masked_fill_(~self.visible(queries, edge, scores.device), -torch.inf)
+
+    def _edges(self, queries: slice, keys: slice) -> list[slice]:
         """Returns the parts of `keys`, the reach of `queries`, that not all of these queries see."""
         offset, edges = self.first_query, []
         if self.sliding_window is not None:
@@ -163,6 +169,16 @@ def mask_one_query(
     given, bias = split_mask(mask)
     visible = both(None if structural is None else structural[None, None], given)
     return join_mask(visible, bias)
+
+
+def four_dimensional(mask: Tensor) -> Tensor:
+    """A mask of up to four dimensions with leading ones added: `[T, S]` becomes `[1, 1, T, S]`."""
+    return mask[(None,) * (4 - mask.ndim)]
+
+
+def part_of_mask(mask: Tensor, queries: slice, keys: slice) -> Tensor:
+    """The part of a mask `[..., T or 1, S or 1]`, or of its gradient, that is of these queries and keys."""
+    return mask[..., queries if mask.shape[-2] > 1 else slice(None), keys if mask.shape[-1] > 1 else slice(None)]
 
 
 def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:

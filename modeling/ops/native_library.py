@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 import time
 import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ C_FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 COMPILER_SECONDS = 120
 # Temporary folders in the cache that are older belong to compilations that were killed.
 ABANDONED_SECONDS = 24 * 60 * 60
+Signatures = Mapping[str, tuple[Sequence[Any], Any]]
 FLAGS = ("-std=gnu11", "-O3", "-funroll-loops", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 
 
@@ -92,8 +94,11 @@ def _command(text: str) -> tuple[str, ...] | None:
     return None
 
 
-def load_or_warn(source: str, macros: tuple[tuple[str, int], ...], functions: tuple[str, ...]) -> ctypes.CDLL | None:
+def load_or_warn(source: str, macros: tuple[tuple[str, int], ...], signatures: Signatures) -> ctypes.CDLL | None:
     """Returns `load_library(source, macros)`, or None if that fails or the library lacks one of these functions.
+
+    Args:
+        signatures: the functions by name, each with the types of its arguments and of its result.
 
     The first failure warns, and from then on the process loads and compiles nothing more, because a compiler that fails
     or hangs once will do so again.
@@ -102,8 +107,9 @@ def load_or_warn(source: str, macros: tuple[tuple[str, int], ...], functions: tu
         return None
     try:
         library = load_library(source, macros)
-        for name in functions:
-            getattr(library, name)
+        for name, (arguments, result) in signatures.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, result
     except Exception as error:  # a compiler and its results can fail in any way, and there is an answer without them
         _failures.append(str(error))
         warnings.warn(f"attention on this CPU is several times slower than it could be: {error}", stacklevel=2)

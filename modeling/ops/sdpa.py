@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .distance_tables import NO_TABLES, DistanceTables, at_distances
-from .masking import both, join_mask, key_distances, split_mask, visible_keys, with_first_keys
+from .masking import both, four_dimensional, join_mask, key_distances, split_mask, visible_keys, with_first_keys
 from .modes import autocast, without_autocast
 
 
@@ -86,7 +86,7 @@ def attend_with_mask(
             query,
             key,
             value,
-            attn_mask=None if mask is None else mask[(None,) * (4 - mask.ndim)],
+            attn_mask=None if mask is None else four_dimensional(mask),
             dropout_p=dropout,
             is_causal=is_causal,
             scale=scaling,

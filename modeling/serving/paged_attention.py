@@ -17,7 +17,7 @@ from ..ops.dcmha.chunked.paged_decode_native import attend_to_pages
 from ..ops.dcmha.composition import Composition
 from ..ops.dcmha.pages import Pages, without_keys
 from ..ops.dcmha.triton.paged_decode import decode_pages
-from ..ops.distance_tables import NO_TABLES, DistanceTables, table_options
+from ..ops.distance_tables import NO_TABLES, DistanceTables
 from .paged_rows import RowLayout
 
 Attend = Callable[..., tuple[Tensor, Any]]
@@ -136,7 +136,7 @@ class PagedAttention:
         Raises:
             ValueError: there are tables, but `attend` takes none.
         """
-        options: dict[str, Any] = {"scaling": scaling, **table_options(self.implementation, attend, tables)}
+        options: dict[str, Any] = {"scaling": scaling, "tables": tables}
         rows = self.layer_rows(layer)
         new = [self.layout.pack(states.transpose(1, 2), stage) for states, stage in ((key, pre), (value, post))]
         output = query.new_zeros(query.transpose(1, 2).shape)

@@ -386,7 +386,7 @@ def test_each_mistake_in_a_configuration_has_a_clear_error(fields: dict[str, Any
 
 def test_implementations_that_do_not_know_position_terms_are_refused() -> None:
     for name in ("flash_attention_2", "flex_attention"):
-        with pytest.raises(ValueError, match=re.escape(f"{name!r} does not exist for this family")):
+        with pytest.raises(ValueError, match=re.escape(f"{name!r} does not exist for relative attention")):
             RCMHAForCausalLM._from_config(RCMHAConfig(**SMALL), attn_implementation=name)
     assert make().config._attn_implementation == "chunked"
     assert make(attention_type="mha").config._attn_implementation == "sdpa"
@@ -400,7 +400,7 @@ def test_the_implementation_of_a_model_can_be_changed_and_nonsense_is_refused() 
     model.set_attn_implementation("eager")
     assert model.config._attn_implementation == "eager"
     torch.testing.assert_close(model(IDS).logits, expected, atol=1e-5, rtol=0)
-    with pytest.raises(ValueError, match="attn_implementation='nonsense' does not exist for this family"):
+    with pytest.raises(ValueError, match="implementation 'nonsense' does not exist for relative attention"):
         model.set_attn_implementation("nonsense")
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from ..distance_tables import DistanceTables, table_options
+from ..distance_tables import DistanceTables
 from ..sdpa import plain_attention
 from .chunked.attention import dcmha_chunked
 from .composition import Composition
@@ -169,8 +169,7 @@ def dcmha_attention(
         return output, AttentionMaps(**{name: maps[name] for name in return_maps})
     composed = pre is not None or post is not None
     name = choose_implementation(implementation, query, attention_mask, tables, composed=composed)
-    attend = IMPLEMENTATIONS[name]
-    output, _ = attend(query, key, value, **options, **table_options(name, attend, tables))
+    output, _ = IMPLEMENTATIONS[name](query, key, value, **options, tables=tables)
     return output
 
 
@@ -180,11 +179,8 @@ def choose_implementation(
     """`name`, or for None the default implementation that supports the tables, the dtype and the mask of this call."""
     if name is not None:
         return resolve_implementation(name, composed=composed, device=query.device)
-    if tables.has_any:
-        # Even without composition: for SDPA the tables would have to become a mask with an element for every pair.
-        chosen = default_implementation(query.device).name
-    else:
-        chosen = resolve_implementation(None, composed=composed, device=query.device)
+    # Tables count as composition: for SDPA they would have to become a mask with an element for every pair.
+    chosen = resolve_implementation(None, composed=composed or tables.has_any, device=query.device)
     if chosen == "triton" and why_unsupported(query, attention_mask) is not None:
         return "chunked"
     return chosen
@@ -238,7 +234,7 @@ def resolve_implementation(name: str | None, *, composed: bool, device: torch.de
         return "chunked" if device is None else default_implementation(device).name
     if composed and name not in COMPOSING_IMPLEMENTATIONS:
         usable = " or ".join(map(repr, COMPOSING_IMPLEMENTATIONS))
-        raise ValueError(f"attn_implementation={name!r} cannot compose heads; use {usable}, or switch composition off")
+        raise ValueError(f"implementation {name!r} cannot compose heads; use {usable}, or switch composition off")
     if name not in IMPLEMENTATIONS:
-        raise ValueError(f"attn_implementation={name!r} does not exist; choose from {sorted(IMPLEMENTATIONS)}")
+        raise ValueError(f"implementation {name!r} does not exist; choose from {sorted(IMPLEMENTATIONS)}")
     return name

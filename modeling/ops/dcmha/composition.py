@@ -73,8 +73,10 @@ def list_tensors(composition: Composition | None) -> list[Tensor | None]:
     return [getattr(composition, name, None) for name in TENSORS]
 
 
-def from_list(tensors: Sequence[Tensor | None], groups: int) -> Composition:
-    """The inverse of `list_tensors`: returns the composition of its `tensors`."""
+def from_list(tensors: Sequence[Tensor | None], groups: int) -> Composition | None:
+    """The inverse of `list_tensors`: returns the composition of its `tensors`, None if there are none."""
+    if all(tensor is None for tensor in tensors):
+        return None
     named: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
     return Composition(**named, groups=groups)
 

@@ -52,8 +52,6 @@ def _check_tables(tables: DistanceTables, query: Tensor, key: Tensor, sliding_wi
     heads, keys = query.shape[1], key.shape[2]
     check_offset(tables.offset)
     for name, table in tables.present.items():
-        if table is None:
-            continue
         if table.ndim != 2 or table.shape[0] < 1 or table.shape[1] != heads:
             raise ValueError(f"{name} of shape {tuple(table.shape)} must be [L, {heads}] with at least one row")
         check_dtype(name, table, query, torch.float32)

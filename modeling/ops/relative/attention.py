@@ -129,8 +129,6 @@ def resolve_relative(name: str | None, *, relative: bool) -> str:
     if name is None:
         return "chunked" if relative else "sdpa"
     if name not in RELATIVE_IMPLEMENTATIONS:
-        raise ValueError(
-            f"attn_implementation={name!r} does not exist for this family; choose from "
-            f"{sorted(RELATIVE_IMPLEMENTATIONS)}"
-        )
+        known = sorted(RELATIVE_IMPLEMENTATIONS)
+        raise ValueError(f"implementation {name!r} does not exist for relative attention; choose from {known}")
     return name

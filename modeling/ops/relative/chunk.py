@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import at_least_float32
-from ..masking import Structure
+from ..masking import Structure, part_of_mask
 
 # How many queries a chunk has.
 CHUNK = 64
@@ -89,9 +89,10 @@ class RelativeChunk(NamedTuple):
         grads.key[:, :, self.keys] += grad_scores.transpose(-1, -2) @ content
         if grads.content_bias is not None:
             grads.content_bias.add_(grad_query.sum((1, 2), keepdim=True, dtype=grads.content_bias.dtype))
-        if operands.embeddings is not None or operands.bias is not None:
+        tables = [table for table in (operands.embeddings, operands.bias) if table is not None]
+        if tables:
             unshifted = self._unshift(grad_scores).flatten(1, 2)  # [H, B * c, x]
-            unshifted = unshifted[..., self._real_columns(operands)]
+            unshifted = unshifted[..., self._real_columns(tables[0])]
             if grads.bias is not None:
                 self._table_rows(grads.bias).add_(unshifted.sum(1, dtype=grads.bias.dtype))
             if operands.embeddings is not None and grads.embeddings is not None:
@@ -115,18 +116,19 @@ class RelativeChunk(NamedTuple):
 
         They have the dtype of the query, or of a bias in a wider one.
         """
-        if operands.embeddings is None and operands.bias is None:
+        tables = [table for table in (operands.embeddings, operands.bias) if table is not None]
+        if not tables:
             return None
         heads, batch = query.shape[:2]
         (num_queries, num_keys), columns = self.shape, len(self.distances)
-        real = self._real_columns(operands)
+        real = self._real_columns(tables[0])
         dtype = query.dtype if operands.bias is None else torch.promote_types(query.dtype, operands.bias.dtype)
         by_distance = query.new_empty(heads, batch * num_queries, columns, dtype=dtype)
         by_distance[..., : real.start] = 0
         by_distance[..., real.stop :] = 0
         reachable = by_distance[..., real]
         if operands.embeddings is None:
-            reachable.copy_(self._table_rows(operands.bias)[:, None])  # type: ignore[arg-type]
+            reachable.copy_(self._table_rows(tables[0])[:, None])
         else:
             table = self._table_rows(operands.embeddings).transpose(-1, -2)
             if operands.bias is None:
@@ -165,35 +167,26 @@ class RelativeChunk(NamedTuple):
         first, last = farthest - self.distances[0], farthest - self.distances[-1]
         return table[:, max(first, 0) : max(last + 1, 0)]
 
-    def _real_columns(self, operands: Operands) -> slice:
-        """The columns whose distance has a row in the tables; the window hides the others from every query."""
-        table = operands.bias if operands.embeddings is None else operands.embeddings
-        length = 0 if table is None else self._table_rows(table).shape[1]
-        farthest = 0 if table is None else table.shape[1] - 1 - self.later_rows
+    def _real_columns(self, table: Tensor) -> slice:
+        """The columns whose distance has a row in a table `[H, L, ...]`; the window hides the others."""
+        length, farthest = self._table_rows(table).shape[1], table.shape[1] - 1 - self.later_rows
         first = min(max(self.distances[0] - farthest, 0), len(self.distances) - length)
         return slice(first, first + length)
 
     def _softmax(self, scores: Tensor, operands: Operands) -> Tensor:
         """Softmax of `scores` `[H, B, c, n]` over the visible keys, 0 for queries without any; overwrites `scores`."""
-        for edge in self.structure.edges(self.queries, self.keys):
-            hidden = ~self.structure.visible(self.queries, edge, scores.device)
-            part = slice(edge.start - self.keys.start, edge.stop - self.keys.start)
-            scores[..., part].masked_fill_(hidden, -torch.inf)
+        self.structure.hide(scores, self.queries, self.keys)
         if operands.added is not None:
-            scores = scores + self._of_chunk(operands.added)
+            scores = scores + part_of_mask(operands.added, self.queries, self.keys)
         if operands.visible is not None:
-            scores = scores.masked_fill_(~self._of_chunk(operands.visible), -torch.inf)
+            hidden = ~part_of_mask(operands.visible, self.queries, self.keys)
+            scores = scores.masked_fill_(hidden, -torch.inf)
         probs = torch.softmax(scores, dim=-1, dtype=at_least_float32(scores.dtype))
         # By its position a query of a causal chunk sees a key, and one without a window sees all of them.
         sees_any = self.structure.is_causal or self.structure.sliding_window is None
         if sees_any and operands.visible is None:
             return probs
         return probs.masked_fill_(scores.eq(-torch.inf).all(-1, keepdim=True), 0.0)
-
-    def _of_chunk(self, mask: Tensor) -> Tensor:
-        """The part of a mask, broadcastable to `[H, B, T, S]`, that belongs to this chunk."""
-        mask = mask[:, :, self.queries] if mask.shape[2] > 1 else mask
-        return mask[..., self.keys] if mask.shape[3] > 1 else mask
 
 
 def relative_chunks(structure: Structure, later_rows: int) -> list[RelativeChunk]:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dtypes import at_least_float32
-from ..masking import Structure, split_mask
+from ..masking import Structure, four_dimensional, split_mask
 from ..modes import autocast, refuse_second_derivatives, under_transforms
 from .chunk import Operands, relative_chunks
 from .eager import relative_eager
@@ -225,20 +225,18 @@ def _heads_first(
         None if embeddings is None else embeddings.flip(0).transpose(0, 1).contiguous(),
         None if bias is None else bias.flip(0).T.contiguous(),
         None if content_bias is None else content_bias[:, None, None],
-        *(None if mask is None else _four_dimensions(mask).transpose(0, 1) for mask in (visible, added)),
+        *(None if mask is None else four_dimensional(mask).transpose(0, 1) for mask in (visible, added)),
     )
-
-
-def _four_dimensions(mask: Tensor) -> Tensor:
-    """Adds leading dimensions to a mask of up to four: `[T, S]` becomes `[1, 1, T, S]`."""
-    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
 def _zeros_like(operands: Operands) -> Operands:
     """Gradients of the operands, all zero, in the dtype in which chunks are summed."""
-    given = operands[:DIFFERENTIABLE]
-    zeros = [None if one is None else torch.zeros_like(one, dtype=at_least_float32(one.dtype)) for one in given]
-    return Operands(*zeros, None, None)  # type: ignore[call-arg, arg-type]
+    zeros: dict[str, Any] = {
+        name: torch.zeros_like(one, dtype=at_least_float32(one.dtype))
+        for name, one in operands._asdict().items()
+        if one is not None
+    }
+    return operands._replace(**zeros | {"visible": None, "added": None})
 
 
 def _as_given(grads: Operands, operands: Operands) -> list[Tensor]:

@@ -49,14 +49,16 @@ def check_relative_call(
     if not (is_integer(later_rows) and later_rows >= 0):
         raise ValueError(f"later_rows must be the number of rows for later keys, at least 0, not {later_rows!r}")
     has_later_rows = is_causal or later_rows > 0
-    _check_table("position_embeddings", position_embeddings, (heads, width), has_later_rows)
-    _check_table("position_bias", position_bias, (heads,), has_later_rows)
+    tables: dict[str, Tensor] = {}
     if position_embeddings is not None:
+        tables["position_embeddings"] = position_embeddings
+        _check_table("position_embeddings", position_embeddings, (heads, width), has_later_rows)
         check_dtype("position_embeddings", position_embeddings, query)
     if position_bias is not None:
+        tables["position_bias"] = position_bias
+        _check_table("position_bias", position_bias, (heads,), has_later_rows)
         check_dtype("position_bias", position_bias, query, torch.float32)
     if attention_mask is None:
-        tables = {"position_embeddings": position_embeddings, "position_bias": position_bias}
         check_table_lengths(tables, query.shape[2], key.shape[2], sliding_window, offset, later_rows, is_causal)
     if content_bias is None:
         return
@@ -65,10 +67,8 @@ def check_relative_call(
     check_dtype("content_bias", content_bias, query)
 
 
-def _check_table(name: str, table: Tensor | None, row_shape: tuple[int, ...], has_later_rows: bool) -> None:
+def _check_table(name: str, table: Tensor, row_shape: tuple[int, ...], has_later_rows: bool) -> None:
     """Raises ValueError unless a position table is `[L, *row_shape]` and has rows for all keys that queries see."""
-    if table is None:
-        return
     if table.ndim == 0 or table.shape[1:] != row_shape:
         raise ValueError(f"{name} of shape {tuple(table.shape)} must be [L, {', '.join(map(str, row_shape))}]")
     if not has_later_rows:

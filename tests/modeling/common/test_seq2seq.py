@@ -10,7 +10,7 @@ from cases.seq2seq import KINDS, in_steps, make_model, random_tokens, whole
 from torch import Tensor
 from transformers import AutoModel, AutoModelForSeq2SeqLM, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
 from dynattn.modeling.layers.head_composition import DynamicComposition
 
@@ -100,6 +100,18 @@ def test_the_source_is_read_once() -> None:
     nothing = BaseModelOutput(last_hidden_state=torch.zeros_like(encoded.last_hidden_state))
     second = model(encoder_outputs=nothing, decoder_input_ids=target[:, 2:], past_key_values=cache)
     torch.testing.assert_close(second.logits[:, 0], whole(model, source, target)[:, 2], atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_any_output_of_an_encoder_serves() -> None:
+    model = make_model()
+    source, target = random_tokens(2, 7), random_tokens(2, 3)
+    states = model.get_encoder()(input_ids=source).last_hidden_state
+    expected = whole(model, source, target)
+    for encoded in ((states,), BaseModelOutputWithPooling(last_hidden_state=states)):
+        output = model(encoder_outputs=encoded, decoder_input_ids=target)
+        torch.testing.assert_close(output.logits, expected, atol=1e-5, rtol=0)
+        assert output.encoder_last_hidden_state is states
 
 
 @pytest.mark.parametrize("kind", ["dcbart", "rcmha", "rmha"])

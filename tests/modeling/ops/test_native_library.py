@@ -300,7 +300,7 @@ def test_whatever_a_compiler_does_there_is_an_answer(
 
 def test_a_library_without_its_functions_is_not_used(cache: Path) -> None:
     with pytest.warns(UserWarning, match="missing"):
-        assert native_library.load_or_warn(SOURCE, MACROS, ("answer", "missing")) is None
+        assert native_library.load_or_warn(SOURCE, MACROS, dict.fromkeys(("answer", "missing"), ((), None))) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert native_library.load_or_warn(SOURCE, MACROS, ("answer",)) is None
+        assert native_library.load_or_warn(SOURCE, MACROS, {"answer": ((), None)}) is None

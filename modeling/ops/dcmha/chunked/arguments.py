@@ -43,6 +43,21 @@ class ChunkedSettings(NamedTuple):
     compose_bias: bool = False  # whether the bias is added before the first composition
 
 
+class PackedStage(NamedTuple):
+    """One stage of all items, with packed terms."""
+
+    query: Tensor | None  # [B, T, terms, H]
+    key: Tensor | None  # [B, S, terms, H]
+    static: Tensor | None  # [H, H], indexed [in, out]
+    groups: int
+
+
+def stages_of(inputs: ChunkedInputs, settings: ChunkedSettings) -> tuple[PackedStage, PackedStage]:
+    """Returns the stages `pre` and `post`."""
+    pre = PackedStage(inputs.pre_query, inputs.pre_key, inputs.pre_static, settings.pre_groups)
+    return pre, PackedStage(inputs.post_query, inputs.post_key, inputs.post_static, settings.post_groups)
+
+
 class DecodeStep(NamedTuple):
     """The arguments for a single query, which sees all keys except those that `mask` hides."""
 
@@ -57,5 +72,5 @@ class DecodeStep(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """The head groups of the stages, which have the same number."""
+        """The head groups of the stages, which have the same number in the steps that C code takes."""
         return next((stage.groups for stage in (self.pre, self.post) if stage is not None), 1)

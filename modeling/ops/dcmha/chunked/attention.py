@@ -5,83 +5,49 @@ reuses their memory. Only the inputs are saved for the backward pass, which comp
 passes are custom operators, so that autograd and `torch.compile` see one node each.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...distance_tables import NO_TABLES, DistanceTables
-from ...masking import mask_one_query, with_first_keys
+from ...masking import four_dimensional, mask_one_query, with_first_keys
 from ...modes import autocast, refuse_second_derivatives, under_transforms, without_autocast
+from ...operator_schema import arguments_of
 from ..composition import Composition, pack_factors
 from ..eager import dcmha_eager
 from .arguments import INTEGERS, ChunkedInputs, ChunkedSettings, DecodeStep
 from .decode import attend_to_cache
 from .passes import attend, attend_backward
 
+ARGUMENTS = arguments_of(ChunkedInputs, ChunkedSettings)
 
-@torch.library.custom_op("dynattn::dcmha_chunked", mutates_args=())
-def _forward_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre_query: Tensor | None,
-    pre_key: Tensor | None,
-    pre_static: Tensor | None,
-    post_query: Tensor | None,
-    post_key: Tensor | None,
-    post_static: Tensor | None,
-    mask: Tensor | None,
-    first_keys: Tensor | None,
-    position_bias: Tensor | None,
-    position_gain: Tensor | None,
-    offset: Tensor | None,
-    scaling: float,
-    is_causal: bool,
-    sliding_window: int | None,
-    pre_groups: int,
-    post_groups: int,
-    compose_bias: bool,
-) -> Tensor:
+
+@torch.library.custom_op("dynattn::dcmha_chunked", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
+def _forward_op(*arguments: Any) -> Tensor:
     """`attend` with the fields of `ChunkedInputs` and `ChunkedSettings` as arguments; returns `[B, T, H, D]`."""
-    factors = (pre_query, pre_key, pre_static, post_query, post_key, post_static)
-    inputs = ChunkedInputs(query, key, value, *factors, mask, first_keys, position_bias, position_gain, offset)
-    settings = ChunkedSettings(scaling, is_causal, sliding_window, pre_groups, post_groups, compose_bias)
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+    inputs, settings = _as_tuples(arguments)
+    with torch.no_grad(), torch.autocast(inputs.query.device.type, enabled=False):
         return attend(inputs, settings)
 
 
-@torch.library.custom_op("dynattn::dcmha_chunked_backward", mutates_args=())
-def _backward_op(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre_query: Tensor | None,
-    pre_key: Tensor | None,
-    pre_static: Tensor | None,
-    post_query: Tensor | None,
-    post_key: Tensor | None,
-    post_static: Tensor | None,
-    mask: Tensor | None,
-    first_keys: Tensor | None,
-    position_bias: Tensor | None,
-    position_gain: Tensor | None,
-    offset: Tensor | None,
-    scaling: float,
-    is_causal: bool,
-    sliding_window: int | None,
-    pre_groups: int,
-    post_groups: int,
-    compose_bias: bool,
-    mask_needs_grad: bool,
-) -> list[Tensor]:
+@torch.library.custom_op(
+    "dynattn::dcmha_chunked_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_output, {ARGUMENTS}, bool mask_needs_grad) -> Tensor[]",
+)
+def _backward_op(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
     """`attend_backward` for the gradient `[B, T, H, D]` of the output; other arguments as for `_forward_op`."""
-    factors = (pre_query, pre_key, pre_static, post_query, post_key, post_static)
-    inputs = ChunkedInputs(query, key, value, *factors, mask, first_keys, position_bias, position_gain, offset)
-    settings = ChunkedSettings(scaling, is_causal, sliding_window, pre_groups, post_groups, compose_bias)
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        return attend_backward(grad_output, inputs, settings, mask_needs_grad)
+    inputs, settings = _as_tuples(arguments[:-1])
+    with torch.no_grad(), torch.autocast(inputs.query.device.type, enabled=False):
+        return attend_backward(grad_output, inputs, settings, arguments[-1])
+
+
+def _as_tuples(arguments: Sequence[Any]) -> tuple[ChunkedInputs, ChunkedSettings]:
+    """The arguments of `_forward_op`, sorted into tensors and others."""
+    count = len(ChunkedInputs._fields)
+    return ChunkedInputs(*arguments[:count]), ChunkedSettings(*arguments[count:])
 
 
 @_forward_op.register_fake
@@ -156,13 +122,13 @@ def dcmha_chunked(
     """
     query, key, value = autocast(query, key, value)
     if attention_mask is not None:
-        attention_mask = attention_mask[(None,) * (4 - attention_mask.ndim)]
+        attention_mask = four_dimensional(attention_mask)
     if query.shape[2] == 1:
         mask = with_first_keys(attention_mask, first_keys, key.shape[2], query.device)
         return _attend_one_query(query, key, value, pre, post, scaling, mask, is_causal, sliding_window, tables), None
-    offset = tables.offset if isinstance(tables.offset, Tensor | None) else torch.as_tensor(tables.offset, device="cpu")
     factors = (*pack_factors(pre), *pack_factors(post))
-    inputs = ChunkedInputs(query, key, value, *factors, attention_mask, first_keys, tables.bias, tables.gain, offset)
+    others = (attention_mask, first_keys, tables.bias, tables.gain, tables.offset_tensor)
+    inputs = ChunkedInputs(query, key, value, *factors, *others)
     pre_groups, post_groups = (1 if stage is None else stage.groups for stage in (pre, post))
     settings = ChunkedSettings(scaling, is_causal, sliding_window, pre_groups, post_groups, tables.compose_bias)
     return _forward_op(*inputs, *settings), None

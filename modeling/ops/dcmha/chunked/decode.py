@@ -52,11 +52,8 @@ def _decode(step: DecodeStep) -> Tensor:
 def _decode_as_operator(step: DecodeStep) -> Tensor:
     """`_decode` as an operator that `torch.compile` does not trace."""
     factors = [*list_tensors(step.pre), *list_tensors(step.post)]
-    composes = [step.pre is not None, step.post is not None]
-    bias, gain, offset, compose_bias = step.tables
-    offset = offset if isinstance(offset, Tensor | None) else torch.as_tensor(offset, device="cpu")
-    given = (step.mask, composes, step.groups, step.scaling, bias, gain, offset, compose_bias)
-    return _decode_op(step.query, step.key, step.value, factors, *given)
+    tables = step.tables._replace(offset=step.tables.offset_tensor)
+    return _decode_op(step.query, step.key, step.value, factors, step.mask, step.groups, step.scaling, *tables)
 
 
 @torch.library.custom_op("dynattn::dcmha_decode", mutates_args=())
@@ -66,7 +63,6 @@ def _decode_op(
     value: Tensor,
     factors: Sequence[Tensor | None],
     mask: Tensor | None,
-    composes: Sequence[bool],
     groups: int,
     scaling: float,
     position_bias: Tensor | None,
@@ -78,12 +74,10 @@ def _decode_op(
 
     Args:
         factors: `list_tensors` of `pre`, then of `post`.
-        composes: whether there is a stage `pre`, and whether there is a stage `post`.
         position_bias, position_gain, offset, compose_bias: the fields of `DistanceTables`.
     """
     count = len(TENSORS)
-    pre = from_list(factors[:count], groups) if composes[0] else None
-    post = from_list(factors[count:], groups) if composes[1] else None
+    pre, post = from_list(factors[:count], groups), from_list(factors[count:], groups)
     tables = DistanceTables(position_bias, position_gain, offset, compose_bias)
     return _decode(DecodeStep(query, key, value, pre, post, scaling, mask, tables))
 

@@ -19,6 +19,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ELEMENTS_PER_THREAD = 1 << 15
 # The most elements of a query `[H, D]`, which C code keeps on the stack of a thread in float32.
 LARGEST_QUERY = 1 << 17
+# The functions of decode.c, with the types of their arguments and of their result.
+SIGNATURES = {
+    "workspace_size": ((c_long, c_long), c_long),
+    "attend": ((c_void_p, c_void_p, c_void_p, c_float, c_long), None),
+}
 
 
 def decodes_in_c(step: DecodeStep) -> bool:
@@ -125,13 +130,7 @@ def _factor_members(factor: Tensor | None) -> tuple[int, ...]:
 def _load(heads: int, kv_heads: int, groups: int, width: int, dtype: torch.dtype) -> CDLL | None:
     """decode.c for these sizes; None where it cannot be compiled, or a query does not fit on the stack."""
     macros = decode_macros(heads, kv_heads, groups, width, dtype)
-    library = None if macros is None else load_or_warn(DECODE, macros, ("workspace_size", "attend"))
-    if library is None:
-        return None
-    library.workspace_size.argtypes, library.workspace_size.restype = (c_long, c_long), c_long
-    library.attend.argtypes = (c_void_p, c_void_p, c_void_p, c_float, c_long)
-    library.attend.restype = None
-    return library
+    return None if macros is None else load_or_warn(DECODE, macros, SIGNATURES)
 
 
 def decode_macros(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...masking import Structure, split_mask
-from ...native_library import C_FLOATS, lanes, load_or_warn
-from .arguments import ChunkedInputs, ChunkedSettings
+from ...native_library import C_FLOATS, Signatures, lanes, load_or_warn
+from .arguments import ChunkedInputs, ChunkedSettings, PackedStage, stages_of
 from .csrc.sources import COMPOSE
 from .distance_blocks import DistanceGrid
 
@@ -23,6 +23,8 @@ LARGEST_STACK = 1 << 20
 LOWEST_BIAS = torch.finfo(torch.float32).min * (1 - torch.finfo(torch.float32).eps)
 # `BLOCK_KEYS` of stage.h, the larger `BLOCK_QUERIES` of compose.c, and `MAX_CHUNK` of chunk.h.
 BLOCK_KEYS, BLOCK_QUERIES, MAX_CHUNK = 64, 4, 64
+# The functions of compose.c, which only C code calls.
+SIGNATURES: Signatures = {"compose": ((), None), "differentiate": ((), None)}
 
 
 class StageShape(NamedTuple):
@@ -33,34 +35,19 @@ class StageShape(NamedTuple):
     query_terms: int
     key_terms: int
 
+    @classmethod
+    def of(cls, stage: PackedStage) -> "StageShape | None":
+        """The shape of a stage; None without terms, where there is nothing to compile."""
+        present = [terms for terms in (stage.query, stage.key) if terms is not None]
+        if not present:
+            return None
+        counts = (0 if terms is None else terms.shape[2] for terms in (stage.query, stage.key))
+        return cls(present[0].shape[3], stage.groups, *counts)
+
     @property
     def stack(self) -> int:
         """A bound on the bytes that `differentiate` puts on the stack: two sets of hidden maps (see compose.c)."""
         return torch.float32.itemsize * (self.query_terms + self.key_terms) * BLOCK_QUERIES * BLOCK_KEYS
-
-
-class Stage(NamedTuple):
-    """One stage of all items."""
-
-    query: Tensor | None  # [B, T, terms, H]
-    key: Tensor | None  # [B, S, terms, H]
-    static: Tensor | None  # [H, H], indexed [in, out]
-    groups: int
-
-    @property
-    def shape(self) -> StageShape | None:
-        """What its library is compiled for; None without terms, where there is nothing to compile."""
-        present = self.query if self.query is not None else self.key
-        if present is None:
-            return None
-        counts = (0 if terms is None else terms.shape[2] for terms in (self.query, self.key))
-        return StageShape(present.shape[3], self.groups, *counts)
-
-
-def stages_of(inputs: ChunkedInputs, settings: ChunkedSettings) -> tuple[Stage, Stage]:
-    """Returns the stages `pre` and `post`."""
-    pre = Stage(inputs.pre_query, inputs.pre_key, inputs.pre_static, settings.pre_groups)
-    return pre, Stage(inputs.post_query, inputs.post_key, inputs.post_static, settings.post_groups)
 
 
 @functools.cache
@@ -71,7 +58,7 @@ def load_stage(shape: StageShape) -> CDLL | None:
     macros = {"LANES": lanes(), "HEADS": shape.heads, "GROUPS": shape.groups}
     macros |= {"QUERY_RANK": shape.query_terms // 2, "QUERY_GATE": shape.query_terms % 2}
     macros |= {"KEY_RANK": shape.key_terms // 2, "KEY_GATE": shape.key_terms % 2}
-    return load_or_warn(COMPOSE, tuple(macros.items()), ("compose", "differentiate"))
+    return load_or_warn(COMPOSE, tuple(macros.items()), SIGNATURES)
 
 
 class Problem:
@@ -141,12 +128,12 @@ class Problem:
             return (0,) * 7
         return self._address(terms), TYPES[terms.dtype], *terms.stride(), terms.shape[2]
 
-    def _stage(self, stage: Stage) -> list[int]:
+    def _stage(self, stage: PackedStage) -> list[int]:
         """The members of the C struct `stage` of problem.h."""
         members = [*self._terms(stage.query), *self._terms(stage.key)]
         matrix = None if stage.static is None else stage.static.float() + torch.eye(len(stage.static), **C_FLOATS)
         members += (self._matrix(None if matrix is None else matrix.t()), self._matrix(matrix))
-        shape = stage.shape
+        shape = StageShape.of(stage)
         library = None if shape is None else load_stage(shape)
         if library is None:
             return [*members, 0, 0]

@@ -29,6 +29,11 @@ from .native_problem import LARGEST_STACK
 
 # `BLOCK_KEYS` of csrc/decode.c, for whose key-side terms csrc/paged_decode.c has room on the stack.
 BLOCK_KEYS = 64
+# The functions of paged_decode.c, with the types of their arguments and of their result.
+SIGNATURES = {
+    "paged_workspace_size": ((c_void_p,), c_long),
+    "attend_to_pages": ((c_void_p, c_void_p, c_void_p, c_float, c_long), None),
+}
 
 
 def attend_to_pages(
@@ -87,11 +92,4 @@ def _load(heads: int, kv_heads: int, groups: int, width: int, dtype: torch.dtype
     macros = decode_macros(heads, kv_heads, groups, width, dtype)
     if macros is None or BLOCK_KEYS * terms * heads * dtype.itemsize > LARGEST_STACK:
         return None
-    functions = ("paged_workspace_size", "attend_to_pages")
-    library = load_or_warn(PAGED_DECODE, (*macros, ("TERMS", terms)), functions)
-    if library is None:
-        return None
-    library.paged_workspace_size.argtypes, library.paged_workspace_size.restype = (c_void_p,), c_long
-    library.attend_to_pages.argtypes = (c_void_p, c_void_p, c_void_p, c_float, c_long)
-    library.attend_to_pages.restype = None
-    return library
+    return load_or_warn(PAGED_DECODE, (*macros, ("TERMS", terms)), SIGNATURES)

@@ -4,18 +4,18 @@ import torch
 from torch import Tensor
 
 from ...dtypes import at_least_float32
-from ...masking import Structure
+from ...masking import Structure, part_of_mask
+from ..composition import SIDES
 from .arguments import INTEGERS, TABLES, ChunkedInputs, ChunkedSettings
 from .chunk import FactorGradients, ProductGradients, attend_chunk, attend_chunk_backward
 from .composers.interface import StageFactors
 from .distance_blocks import TableBlocks
-from .passes_native import attend_backward_in_c, attend_in_c, runs_in_c
+from .passes_native import attend_backward_in_c, attend_in_c, library_for
 from .tiling import (
     BACKWARD_BUFFERS,
     FORWARD_BUFFERS,
     QueryChunk,
     composer_for,
-    mask_of_chunk,
     mask_of_item,
     query_chunks,
     read_item,
@@ -26,12 +26,13 @@ from .tiling import (
 
 def attend(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
     """Returns the output `[B, T, H, D]`, without gradients, which only the operator of attention.py adds."""
-    if runs_in_c(inputs, settings):
-        return attend_in_c(inputs, settings)
+    structure = Structure.of_call(inputs.query, inputs.key, inputs.offset, settings.is_causal, settings.sliding_window)
+    library = library_for(inputs, settings)
+    if library is not None:
+        return attend_in_c(library, inputs, settings, structure)
     batch, heads, queries, width = inputs.query.shape
     dtype = at_least_float32(inputs.query.dtype)
     output = inputs.query.new_zeros((batch, heads, queries, width), dtype=dtype)
-    structure = Structure.of_call(inputs.query, inputs.key, inputs.offset, settings.is_causal, settings.sliding_window)
     composer = composer_for(inputs, structure)
     tables = read_tables(inputs, structure, dtype)
     for index in range(batch):
@@ -65,10 +66,11 @@ def attend_backward(
         The gradients of the `inputs` that are present, without `INTEGERS`, in their shapes and dtypes. That of the mask
         is empty if it is not needed.
     """
-    if runs_in_c(inputs, settings):
-        return attend_backward_in_c(grad_output, inputs, settings, mask_needs_grad)
-    dtype = at_least_float32(inputs.query.dtype)
     structure = Structure.of_call(inputs.query, inputs.key, inputs.offset, settings.is_causal, settings.sliding_window)
+    library = library_for(inputs, settings)
+    if library is not None:
+        return attend_backward_in_c(library, grad_output, inputs, settings, structure, mask_needs_grad)
+    dtype = at_least_float32(inputs.query.dtype)
     composer = composer_for(inputs, structure)
     tables = read_tables(inputs, structure, dtype)
     gradients = _InputGradients(inputs, settings, dtype, mask_needs_grad, tables.zeros())
@@ -120,26 +122,26 @@ class _InputGradients:
                 shape = [0]
             self.sums[name] = tensor.new_zeros(shape, dtype=dtype)
 
-    def of_products(self, item: int, chunk: QueryChunk) -> ProductGradients:
+    def of_products(self, index: int, chunk: QueryChunk) -> ProductGradients:
         """Views of the gradients of a chunk's queries, keys and values, for one item."""
         queries, keys = chunk.visibility.queries, chunk.visibility.keys
         parts = {"query": queries, "key": keys, "value": keys}
-        return ProductGradients(**{name: self.sums[name][item, :, part] for name, part in parts.items()})
+        return ProductGradients(**{name: self.sums[name][index, :, part] for name, part in parts.items()})
 
-    def of_factors(self, item: int, chunk: QueryChunk) -> FactorGradients:
+    def of_factors(self, index: int, chunk: QueryChunk) -> FactorGradients:
         """Views of the gradients of a chunk's factors, mask and tables, for one item."""
-        mask = mask_of_item(self.sums["mask"], item) if self.mask_needs_grad else None
+        mask = mask_of_item(self.sums["mask"], index) if self.mask_needs_grad else None
         return FactorGradients(
-            chunk.part_of(self._stage("pre", item, self.settings.pre_groups)),
-            chunk.part_of(self._stage("post", item, self.settings.post_groups)),
-            None if mask is None else mask_of_chunk(mask, chunk.visibility.queries, chunk.visibility.keys),
+            chunk.part_of(self._stage("pre", index, self.settings.pre_groups)),
+            chunk.part_of(self._stage("post", index, self.settings.post_groups)),
+            None if mask is None else part_of_mask(mask, chunk.visibility.queries, chunk.visibility.keys),
             chunk.tables_of(self.blocks),
         )
 
-    def _stage(self, name: str, item: int, groups: int) -> StageFactors:
-        query, key = self.sums.get(f"{name}_query"), self.sums.get(f"{name}_key")
-        static = self.sums.get(f"{name}_static")
-        return StageFactors(None if query is None else query[item], None if key is None else key[item], static, groups)
+    def _stage(self, name: str, index: int, groups: int) -> StageFactors:
+        sums = [self.sums.get(f"{name}_{side}") for side in SIDES]
+        query, key = (None if one is None else one[index] for one in sums)
+        return StageFactors(query, key, self.sums.get(f"{name}_static"), groups)
 
     def results(self) -> list[Tensor]:
         """The gradients as `attend_backward` returns them."""

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ...masking import Structure
 from ...native_library import C_FLOATS, lanes, load_or_warn, usable_threads
-from .arguments import INTEGERS, TABLES, ChunkedInputs, ChunkedSettings
+from .arguments import INTEGERS, TABLES, ChunkedInputs, ChunkedSettings, stages_of
 from .composers.choice import compile_mode
 from .csrc.sources import PASSES
 from .distance_blocks import DistanceGrid
-from .native_problem import BLOCK_KEYS, LARGEST_STACK, TYPES, Problem, band_of, load_stage, stages_of, table_grid
+from .native_problem import BLOCK_KEYS, LARGEST_STACK, TYPES, Problem, StageShape, band_of, load_stage, table_grid
 
 # How many queries a chunk has: the first of these numbers for which the maps of all threads stay within `LARGEST_MAPS`
 # elements, or the last one. They are multiples of `GROUP_QUERIES` of chunk.h, so that the output does not depend on the
@@ -36,28 +36,27 @@ SIGNATURES = {
 }
 
 
-def runs_in_c(inputs: ChunkedInputs, settings: ChunkedSettings) -> bool:
-    """Whether C code takes these arguments. It is compiled when this is first called for a kind of stage."""
+def library_for(inputs: ChunkedInputs, settings: ChunkedSettings) -> CDLL | None:
+    """passes.c, compiled when this is first called for a kind of stage; None where it does not take these arguments."""
     if compile_mode() == "0":
-        return False
+        return None
     if not all(one is None or one.is_cpu or name in INTEGERS for name, one in inputs._asdict().items()):
-        return False  # PyTorch's operators tell which devices do not fit
+        return None  # PyTorch's operators tell which devices do not fit
     stages = stages_of(inputs, settings)
-    tensors = [*inputs[:3], *(terms for stage in stages for terms in stage[:2] if terms is not None)]
-    if any(one.dtype not in TYPES for one in tensors) or load_passes() is None:
-        return False
+    tensors = [*inputs[:3], *(terms for stage in stages for terms in (stage.query, stage.key) if terms is not None)]
+    if any(one.dtype not in TYPES for one in tensors):
+        return None
     if torch.float32.itemsize * inputs.query.shape[-1] > LARGEST_STACK:
-        return False
-    return all(stage.shape is None or load_stage(stage.shape) is not None for stage in stages)
+        return None
+    shapes = [shape for stage in stages if (shape := StageShape.of(stage)) is not None]
+    return load_passes() if all(load_stage(shape) is not None for shape in shapes) else None
 
 
-def attend_in_c(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
-    """`passes.attend` for arguments that `runs_in_c` accepts: returns `[B, T, H, D]`."""
-    library, threads = load_passes(), usable_threads()
-    assert library is not None
+def attend_in_c(library: CDLL, inputs: ChunkedInputs, settings: ChunkedSettings, structure: Structure) -> Tensor:
+    """`passes.attend` by the library of `library_for`: returns `[B, T, H, D]`."""
+    threads = usable_threads()
     batch, heads, queries, width = inputs.query.shape
     output = torch.empty(batch, queries, heads, width, **C_FLOATS)
-    structure = Structure.of_call(inputs.query, inputs.key, inputs.offset, settings.is_causal, settings.sliding_window)
     problem = Problem(inputs, settings, structure, _chunk_queries(structure, heads, threads))
     memory = torch.empty(library.forward_size(problem.address, threads), **C_FLOATS)
     library.forward(output.data_ptr(), memory.data_ptr(), problem.address, settings.scaling, threads)
@@ -65,19 +64,21 @@ def attend_in_c(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
 
 
 def attend_backward_in_c(
-    grad_output: Tensor, inputs: ChunkedInputs, settings: ChunkedSettings, mask_needs_grad: bool
+    library: CDLL,
+    grad_output: Tensor,
+    inputs: ChunkedInputs,
+    settings: ChunkedSettings,
+    structure: Structure,
+    mask_needs_grad: bool,
 ) -> list[Tensor]:
-    """`passes.attend_backward` for arguments that `runs_in_c` accepts.
+    """`passes.attend_backward` by the library of `library_for`.
 
     Args:
         grad_output: `[B, T, H, D]`.
     """
-    library = load_passes()
-    assert library is not None
     # Blocks of keys may add to the same elements of the mask's gradient, so they must do that one after the other, and
     # always in the same order.
     threads = 1 if mask_needs_grad else usable_threads()
-    structure = Structure.of_call(inputs.query, inputs.key, inputs.offset, settings.is_causal, settings.sliding_window)
     sums = _Sums(inputs, settings, table_grid(structure), mask_needs_grad)
     mask_sums = sums.mask if mask_needs_grad else None
     chunk = _chunk_queries(structure, inputs.query.shape[1], 1)
@@ -153,10 +154,4 @@ def _chunk_queries(structure: Structure, heads: int, threads: int) -> int:
 @functools.cache
 def load_passes(**macros: int) -> CDLL | None:
     """Returns passes.c, compiled with `LANES` and further `macros`; None where it cannot be compiled."""
-    library = load_or_warn(PASSES, (("LANES", lanes()), *macros.items()), tuple(SIGNATURES))
-    if library is None:
-        return None
-    for name, (arguments, result) in SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, result
-    return library
+    return load_or_warn(PASSES, (("LANES", lanes()), *macros.items()), SIGNATURES)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...masking import Structure
-from .arguments import ChunkedInputs, ChunkedSettings
+from ...masking import Structure, part_of_mask
+from .arguments import ChunkedInputs, ChunkedSettings, PackedStage, stages_of
 from .chunk import ScoreTransform
 from .composers.choice import choose_composer
 from .composers.interface import ChunkComposer, ChunkVisibility, StageFactors
@@ -93,21 +93,21 @@ def composer_for(inputs: ChunkedInputs, structure: Structure) -> ChunkComposer:
 
 def read_item(inputs: ChunkedInputs, settings: ChunkedSettings, index: int, dtype: torch.dtype) -> Item:
     """The inputs of an item, in `dtype` and in the layout that chunks read."""
+    pre, post = (_read_stage(stage, index, dtype) for stage in stages_of(inputs, settings))
     return Item(
         inputs.query[index].to(dtype),
         inputs.key[index].to(dtype),
         inputs.value[index].to(dtype),
-        _read_factors(inputs.pre_query, inputs.pre_key, inputs.pre_static, settings.pre_groups, index, dtype),
-        _read_factors(inputs.post_query, inputs.post_key, inputs.post_static, settings.post_groups, index, dtype),
+        pre,
+        post,
         None if inputs.mask is None else mask_of_item(inputs.mask, index),
         None if inputs.first_keys is None else inputs.first_keys[index].to(torch.int64),
     )
 
 
-def _read_factors(
-    query: Tensor | None, key: Tensor | None, static: Tensor | None, groups: int, index: int, dtype: torch.dtype
-) -> StageFactors | None:
-    """The factors of one item, from `[B, T, terms, H]`, `[B, S, terms, H]` and `[H, H]`; None if all are None."""
+def _read_stage(stage: PackedStage, index: int, dtype: torch.dtype) -> StageFactors | None:
+    """The factors of one item; None for a stage without any."""
+    query, key, static, groups = stage
     if query is None and key is None and static is None:
         return None
     return StageFactors(
@@ -152,7 +152,7 @@ def query_chunks(structure: Structure, item: Item, composer: ChunkComposer, buff
         if not _length(keys):
             continue
         maps = memory[:, : _length(queries) * heads * _length(keys)].view(-1, _length(queries), heads, _length(keys))
-        mask = None if item.mask is None else mask_of_chunk(item.mask, queries, keys)
+        mask = None if item.mask is None else part_of_mask(item.mask, queries, keys)
         first_keys = None if item.first_keys is None else (item.first_keys[queries] - keys.start).to(item.query.device)
         visibility = ChunkVisibility(structure, queries, keys, mask, first_keys)
         yield QueryChunk(visibility, list(maps), composer if _length(queries) == most else STEPWISE)
@@ -187,8 +187,3 @@ def _length(span: slice) -> int:
 def mask_of_item(mask: Tensor, index: int) -> Tensor:
     """The part of a mask `[B or 1, H or 1, T or 1, S or 1]`, or of its gradient, that belongs to an item."""
     return mask[index if len(mask) > 1 else 0]
-
-
-def mask_of_chunk(mask: Tensor, queries: slice, keys: slice) -> Tensor:
-    """The part of an item's mask, or of its gradient, that broadcasts to a chunk: `[H or 1, c or 1, n or 1]`."""
-    return mask[..., queries if mask.shape[1] > 1 else slice(None), keys if mask.shape[2] > 1 else slice(None)]

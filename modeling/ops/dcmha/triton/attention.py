@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ...distance_tables import NO_TABLES, DistanceTables
-from ...masking import mask_one_query
+from ...masking import four_dimensional, mask_one_query
 from ...modes import autocast, refuse_second_derivatives, under_transforms
+from ...operator_schema import arguments_of
 from ..chunked.attention import dcmha_chunked
 from ..composition import Composition, pack_factors
 from ..eager import dcmha_eager
@@ -76,12 +77,11 @@ def dcmha_triton(
     if refusal is not None:
         raise ValueError(refusal)
     if attention_mask is not None:
-        attention_mask = attention_mask[(None,) * (4 - attention_mask.ndim)]
+        attention_mask = four_dimensional(attention_mask)
     if query.shape[2] > 1:
         settings = MapSettings(scaling, is_causal, sliding_window, common_groups(pre, post))
         return _attend(query, key, value, pre, post, attention_mask, first_keys, tables, settings), None
-    learned = [table for table in tables.present.values() if table is not None]
-    if not _needs_gradients((query, key, value, *learned), pre, post):
+    if not _needs_gradients((query, key, value, *tables.present.values()), pre, post):
         if tables.offset is not None:
             attention_mask = mask_one_query(
                 attention_mask, key.shape[2], is_causal, sliding_window, tables.offset, query.device
@@ -140,82 +140,58 @@ def _attend(
     query, key, value = (split_heads(rows, groups) for rows in (query, key, value))
     packed = (pack_factors(within_groups(stage, groups)) for stage in (pre, post))
     (*pre_sides, pre_static), (*post_sides, post_static) = packed
-    terms = [split_factors(side, groups) for side in (*pre_sides, *post_sides)]
-    is_mixed = tables.compose_bias and pre is not None
-    biases = (tables.bias, None) if is_mixed else (None, tables.bias)
-    offset = tables.offset if isinstance(tables.offset, Tensor | None) else torch.as_tensor(tables.offset, device="cpu")
-    by_distance = (*biases, tables.gain)
-    inputs = query, key, value, *terms, pre_static, post_static, *by_distance, attention_mask, first_keys, offset
+    pre_query, pre_key, post_query, post_key = (split_factors(side, groups) for side in (*pre_sides, *post_sides))
+    composed_bias, bias = (tables.bias, None) if tables.compose_bias and pre is not None else (None, tables.bias)
+    inputs = MapInputs(
+        query,
+        key,
+        value,
+        pre_query,
+        pre_key,
+        post_query,
+        post_key,
+        pre_static,
+        post_static,
+        composed_bias,
+        bias,
+        tables.gain,
+        attention_mask,
+        first_keys,
+        tables.offset_tensor,
+    )
     output, _ = _forward_op(*inputs, *settings)
     return join_groups(output, groups)
 
 
-@torch.library.custom_op("dynattn::dcmha_triton", mutates_args=())
-def _forward_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre_query: Tensor | None,
-    pre_key: Tensor | None,
-    post_query: Tensor | None,
-    post_key: Tensor | None,
-    pre_static: Tensor | None,
-    post_static: Tensor | None,
-    composed_bias: Tensor | None,
-    position_bias: Tensor | None,
-    position_gain: Tensor | None,
-    mask: Tensor | None,
-    first_keys: Tensor | None,
-    offset: Tensor | None,
-    scaling: float,
-    is_causal: bool,
-    sliding_window: int | None,
-    groups: int,
-) -> tuple[Tensor, Tensor]:
+ARGUMENTS = arguments_of(MapInputs, MapSettings)
+
+
+@torch.library.custom_op("dynattn::dcmha_triton", mutates_args=(), schema=f"({ARGUMENTS}) -> (Tensor, Tensor)")
+def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     """`attend` as an operator, with the fields of `MapInputs` and `MapSettings` as arguments.
 
     Returns the output `[B, T, H, D]` and the log-sum-exp `[B, H, T]`.
     """
-    terms, tables = (pre_query, pre_key, post_query, post_key), (composed_bias, position_bias, position_gain)
-    inputs = MapInputs(query, key, value, *terms, pre_static, post_static, *tables, mask, first_keys, offset)
-    settings = MapSettings(scaling, is_causal, sliding_window, groups)
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False), torch.cuda.device_of(query):
+    inputs, settings = _as_tuples(arguments)
+    device = inputs.query.device
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.cuda.device_of(inputs.query):
         return attend(inputs, settings)
 
 
-@torch.library.custom_op("dynattn::dcmha_triton_backward", mutates_args=())
-def _backward_op(
-    grad_output: Tensor,
-    lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre_query: Tensor | None,
-    pre_key: Tensor | None,
-    post_query: Tensor | None,
-    post_key: Tensor | None,
-    pre_static: Tensor | None,
-    post_static: Tensor | None,
-    composed_bias: Tensor | None,
-    position_bias: Tensor | None,
-    position_gain: Tensor | None,
-    mask: Tensor | None,
-    first_keys: Tensor | None,
-    offset: Tensor | None,
-    scaling: float,
-    is_causal: bool,
-    sliding_window: int | None,
-    groups: int,
-    table_gradients: Sequence[bool],
-) -> list[Tensor]:
+@torch.library.custom_op(
+    "dynattn::dcmha_triton_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_output, Tensor lse, {ARGUMENTS}, bool[] table_gradients) -> Tensor[]",
+)
+def _backward_op(grad_output: Tensor, lse: Tensor, *arguments: Any) -> list[Tensor]:
     """`attend_backward` as an operator: the gradients of the given inputs, in their order, shapes and dtypes.
 
-    Those of tables by distance are empty unless `table_gradients`, in the order of `TABLES`, has True for them.
+    Those of tables by distance are empty unless the last argument, in the order of `TABLES`, has True for them.
     """
-    terms, tables = (pre_query, pre_key, post_query, post_key), (composed_bias, position_bias, position_gain)
-    inputs = MapInputs(query, key, value, *terms, pre_static, post_static, *tables, mask, first_keys, offset)
-    settings = MapSettings(scaling, is_causal, sliding_window, groups)
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False), torch.cuda.device_of(query):
+    *others, table_gradients = arguments
+    inputs, settings = _as_tuples(others)
+    device = inputs.query.device
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.cuda.device_of(inputs.query):
         wanted = [name for name, is_wanted in zip(TABLES, table_gradients, strict=True) if is_wanted]
         grads = attend_backward(grad_output, lse, inputs, settings, wanted)
     given = {name: tensor for name, tensor in zip(DIFFERENTIABLE, inputs, strict=False) if tensor is not None}
@@ -223,6 +199,12 @@ def _backward_op(
         grads[name].to(tensor.dtype).contiguous() if name in grads else tensor.new_empty(0)
         for name, tensor in given.items()
     ]
+
+
+def _as_tuples(arguments: Sequence[Any]) -> tuple[MapInputs, MapSettings]:
+    """The arguments of `_forward_op`, sorted into tensors and others."""
+    count = len(MapInputs._fields)
+    return MapInputs(*arguments[:count]), MapSettings(*arguments[count:])
 
 
 @_forward_op.register_fake

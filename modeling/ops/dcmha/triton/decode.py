@@ -157,11 +157,11 @@ def _decode_op(
     if not query.numel() or not key.numel():
         return query.new_zeros(query.transpose(1, 2).shape)
     with torch.no_grad(), torch.cuda.device_of(query):
-        stages = make_stage(pre), make_stage(post)
+        stages = decode_stage(pre), decode_stage(post)
         keys = key.shape[2]
         where = _mask(mask, first_keys, query.shape[0], keys)
         first = 0 if sliding_window is None else max(0, keys - sliding_window)
-        tables = make_tables(DistanceTables(position_bias, position_gain, offset, compose_bias))
+        tables = decode_tables(DistanceTables(position_bias, position_gain, offset, compose_bias))
         return launch(query, key, value, stages, (pre_groups, post_groups), where, None, tables, (first, keys), scaling)
 
 
@@ -270,13 +270,13 @@ def tile_sides(
     return sides, fitting
 
 
-def make_stage(tensors: list[Tensor | None]) -> DecodeStage:
+def decode_stage(tensors: list[Tensor | None]) -> DecodeStage:
     """The inverse of `list_tensors`: factors `[B, 1 or S, R, H]`, gates `[B, 1 or S, H]`, a static matrix `[H, H]`."""
     static = tensors[6]
     return DecodeStage(_side(*tensors[:3]), _side(*tensors[3:6]), None if static is None else static.contiguous())
 
 
-def make_tables(tables: DistanceTables) -> DecodeTables:
+def decode_tables(tables: DistanceTables) -> DecodeTables:
     """The tables `[L, H]` as the kernels read them, in place. An offset has to be a tensor."""
     bias, gain = (None if one is None else one.contiguous() for one in (tables.bias, tables.gain))
     bias_rows, gain_rows = (None if table is None else unspecialized(len(table)) for table in (bias, gain))

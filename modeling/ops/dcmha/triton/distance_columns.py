@@ -85,10 +85,10 @@ class DistanceColumns:
         block_t, block_x, part, warps = tile_of_distance_sums()
         planes, columns = chunk.counts[0] * work.heads, step + chunk.sizes.keys - 1
         parts = -(-chunk.sizes.queries // part)
-        partial = torch.empty(planes, parts, columns, dtype=torch.float32, device=work.device)
+        sums = torch.empty(planes, parts, columns, dtype=torch.float32, device=work.device)
         work.kernels["dcmha_distance_sums"][planes * -(-columns // block_x), parts](
             work.map("pairs", chunk) if maps is None else maps,
-            partial,
+            sums,
             chunk.sizes,
             chunk.where,
             part,
@@ -97,7 +97,7 @@ class DistanceColumns:
             num_warps=warps,
         )
         first = self._first(chunk) - (step - 1)
-        total = partial.view(-1, work.groups * work.heads, parts, columns).sum((0, 2))
+        total = sums.view(-1, work.groups * work.heads, parts, columns).sum((0, 2))
         self.sums[name][:, first : first + columns] += total
 
     def gradients(self) -> dict[str, Tensor]:

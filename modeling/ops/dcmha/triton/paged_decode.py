@@ -7,7 +7,7 @@ from ...distance_tables import NO_TABLES, DistanceTables
 from ..composition import Composition, list_tensors
 from ..pages import Pages
 from .attention import DTYPES
-from .decode import DecodeMask, DecodePages, DecodeSide, DecodeStage, launch, make_stage, make_tables
+from .decode import DecodeMask, DecodePages, DecodeSide, DecodeStage, decode_stage, decode_tables, launch
 
 
 def decode_pages(
@@ -51,7 +51,7 @@ def decode_pages(
             (pre_groups, post_groups),
             DecodeMask(None, (0, 0), None, (0, 0), None),
             DecodePages(pages.table, bounds, pages.key.shape[1]),
-            make_tables(tables),
+            decode_tables(tables),
             (0, longest),
             scaling,
         )
@@ -63,7 +63,7 @@ def _stage_of_rows(rows: Tensor, stage: Composition | None, terms: int) -> Decod
     Its key side consists of views that only carry what kernels need to find a term in a row: the address, the rank,
     whether there is a gate, and the stride between key heads.
     """
-    made = make_stage(list_tensors(stage))
+    made = decode_stage(list_tensors(stage))
     if stage is None or not terms:
         return made
     factors = rows[:, :, :1].expand(-1, -1, terms // 2, -1)

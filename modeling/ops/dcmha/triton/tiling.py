@@ -16,7 +16,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ...masking import Structure
-from .arguments import MapInputs, MapSettings
+from .arguments import MapInputs
 from .tuning import block_of, blocks_of_a_chunk, fewest_rows, fits_in_a_chunk
 
 # Lengths and first keys are multiples of this number, so that loads can be vectors and chunks have whole panels.
@@ -136,21 +136,24 @@ class WindowTiling:
         return slice(first + start * self.step, first + (stop - 1) * self.step + self.reach)
 
 
-def choose_tiling(inputs: MapInputs, settings: MapSettings, patch: tuple[int, int]) -> RowTiling | WindowTiling:
+def choose_tiling(
+    inputs: MapInputs, structure: Structure, groups: int, patch: tuple[int, int]
+) -> RowTiling | WindowTiling:
     """Returns the tiling of a problem: by window if it is causal and the sequence has at least two blocks.
 
     Args:
-        inputs: the op's tensors, of which the shapes, `offset` and, if on a CPU, `first_keys` are read.
-        settings: the op's other arguments.
+        inputs: the op's tensors, of which the shapes and, if on a CPU, `first_keys` are read.
+        structure: causality and window.
+        groups: items per row of the batch.
         patch: the sides of a patch, of which a chunk's numbers of queries and of keys are multiples.
     """
     (batch, heads, queries, _), keys = inputs.query.shape, inputs.key.shape[2]
-    structure = Structure.of_call(inputs.query, inputs.key, inputs.offset, settings.is_causal, settings.sliding_window)
-    if settings.is_causal and settings.sliding_window is not None:
-        step = aligned(block_of(settings.sliding_window), max(patch[0], ALIGNMENT))
-        reach = aligned(settings.sliding_window - 1 + step, max(patch[1], ALIGNMENT))
+    window = structure.sliding_window
+    if structure.is_causal and window is not None:
+        step = aligned(block_of(window), max(patch[0], ALIGNMENT))
+        reach = aligned(window - 1 + step, max(patch[1], ALIGNMENT))
         if queries >= 2 * step and keys >= reach:
-            blocks = min(blocks_of_a_chunk(heads * settings.groups * step * reach), max(1, MOST_ROWS // step))
+            blocks = min(blocks_of_a_chunk(heads * groups * step * reach), max(1, MOST_ROWS // step))
             return WindowTiling(queries, keys, step, reach, blocks, structure.first_query)
     rows = _rows_of_a_chunk(structure, batch * heads, patch[0])
     # Patches may have fewer queries than are aligned; lengths that were not would have kernels of their own.

@@ -44,7 +44,7 @@ class Workspace:
         self.scaling, self.groups = settings.scaling, settings.groups
         self.dtype, self.device = inputs.value.dtype, inputs.query.device
         self.score_dtype = torch.float32 if self.dtype == torch.float32 else torch.float16
-        self.tiling = choose_tiling(inputs, settings, patch)
+        self.tiling = choose_tiling(inputs, self.structure, self.groups, patch)
         self.queries, self.keys = self.tiling.queries, self.tiling.keys
         self.mask, self.bias = self._masks(inputs.mask)
         self.first_keys = None

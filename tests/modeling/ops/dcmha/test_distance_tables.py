@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dynattn import Composition, dcmha_attention
 from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS
-from dynattn.modeling.ops.distance_tables import at_distances
+from dynattn.modeling.ops.distance_tables import at_distances, refusing_tables
 from dynattn.modeling.ops.masking import key_distances
 
 # What a golden case says by its name, in our arguments; cases of a single query name its place.
@@ -198,7 +198,7 @@ def test_an_implementation_without_tables_refuses_them_by_its_name(
     def without(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, None]:
         return query.transpose(1, 2), None
 
-    monkeypatch.setitem(IMPLEMENTATIONS, "without", without)
+    monkeypatch.setitem(IMPLEMENTATIONS, "without", refusing_tables("without", without))
     query, key, value = (torch.randn(1, 4, 7, 8) for _ in range(3))
     with pytest.raises(ValueError, match=r"implementation='without' takes no position_bias.*use 'chunked'"):
         dcmha_attention(query, key, value, **options, implementation="without")

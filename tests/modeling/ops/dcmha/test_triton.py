@@ -397,8 +397,8 @@ def test_kernels_of_all_items_take_any_number_of_them(monkeypatch: pytest.Monkey
     assert matrices.grids == [(4, 65_535), (4, 70_000 - 65_535)]
     decoding = Noting()
     monkeypatch.setattr(decode, "load_kernels", lambda _: decoding)
-    stages = (decode.make_stage([None] * 7),) * 2
-    where, tables = decode._mask(None, None, 70_000, 2), decode.make_tables(NO_TABLES)
+    stages = (decode.decode_stage([None] * 7),) * 2
+    where, tables = decode._mask(None, None, 70_000, 2), decode.decode_tables(NO_TABLES)
     decode.launch(rows[:, :, :1], rows, rows, stages, (1, 1), where, None, tables, (0, 2), 1.0)
     assert [grid[0] for grid in decoding.grids] == [70_000] * len(decoding.grids) and len(decoding.grids) >= 2
 

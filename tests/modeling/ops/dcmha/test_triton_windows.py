@@ -11,9 +11,10 @@ from torch import Tensor
 
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 from dynattn.modeling.ops.dcmha.triton import tuning, workspace
-from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
+from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs
 from dynattn.modeling.ops.dcmha.triton.attention import dcmha_triton
 from dynattn.modeling.ops.dcmha.triton.tiling import RowTiling, WindowTiling, add_blocks, aligned, choose_tiling
+from dynattn.modeling.ops.masking import Structure
 
 from .test_triton import STATIC, Case, assert_no_noisier_than_the_reference, cast, family, random_inputs, run
 
@@ -272,7 +273,7 @@ def tiling_of(
     inputs = MapInputs(query, key, key, *(None for _ in MapInputs._fields[3:]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "LARGEST_MAP", room * 2 * 16 * 32)
-        return choose_tiling(inputs, MapSettings(1.0, is_causal, window, groups=1), (8, 16))
+        return choose_tiling(inputs, Structure(queries, keys, is_causal, window), 1, (8, 16))
 
 
 @pytest.mark.parametrize(

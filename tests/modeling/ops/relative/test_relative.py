@@ -455,7 +455,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": torch.ones(4, dtype=torch.bool)}, r"attention_mask \(4,\) does not broadcast to"),
     (
         {"implementation": "flash"},
-        r"'flash' does not exist for this family; choose from \['chunked', 'eager', 'sdpa'\]",
+        r"'flash' does not exist for relative attention; choose from \['chunked', 'eager', 'sdpa'\]",
     ),
 ]
 

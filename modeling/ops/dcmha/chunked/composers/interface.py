@@ -29,10 +29,7 @@ class ChunkVisibility(NamedTuple):
 
     def hide_by_position(self, scores: Tensor) -> None:
         """Sets scores `[c, H, n]` that `structure` and `first_keys` hide to minus infinity."""
-        for edge in self.structure.edges(self.queries, self.keys):
-            hidden = ~self.structure.visible(self.queries, edge, scores.device)
-            part = slice(edge.start - self.keys.start, edge.stop - self.keys.start)
-            scores[:, :, part].masked_fill_(hidden[:, None], -torch.inf)
+        self.structure.hide(scores.transpose(0, 1), self.queries, self.keys)
         if self.first_keys is not None:
             hidden = torch.arange(scores.shape[2], device=scores.device) < self.first_keys[..., None]
             scores.masked_fill_(hidden[:, None], -torch.inf)

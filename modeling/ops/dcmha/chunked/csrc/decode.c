@@ -125,9 +125,6 @@ typedef struct {
     long span_length, spans;
 } workspace;
 
-INLINE long smaller(long a, long b) { return a < b ? a : b; }
-INLINE long larger(long a, long b) { return a > b ? a : b; }
-
 static workspace divide(float *memory, long items, long keys) {
     workspace work;
     work.span_length = ((keys + MAX_SPANS - 1) / MAX_SPANS + BLOCK_KEYS - 1) / BLOCK_KEYS * BLOCK_KEYS;

@@ -53,9 +53,6 @@ typedef struct {
     long composes_bias;         /* whether the bias is added before the first composition */
 } problem;
 
-INLINE long smaller(long a, long b) { return a < b ? a : b; }
-INLINE long larger(long a, long b) { return a > b ? a : b; }
-
 /* Where the element of an index lies in memory; null stays null. */
 INLINE void *address(const void *data, long index, long size) { return data ? (char *)data + index * size : 0; }
 

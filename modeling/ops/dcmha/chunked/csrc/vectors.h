@@ -61,6 +61,9 @@ DEFINE_VECTOR(4, 2)
 DEFINE_VECTOR(8, 4)
 DEFINE_VECTOR(16, 8)
 
+INLINE long smaller(long a, long b) { return a < b ? a : b; }
+INLINE long larger(long a, long b) { return a > b ? a : b; }
+
 typedef FLOATS(LANES) vec;
 typedef int int_vec __attribute__((vector_size(4 * LANES), aligned(4)));
 
