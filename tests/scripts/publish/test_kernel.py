@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,9 +91,9 @@ def test_nothing_in_it_names_the_package(repository: Path) -> None:
     for folder in (repository / "build").iterdir():
         identifier = json.loads((folder / "metadata.json").read_text())["id"]
         sources = [path.read_text() for path in folder.glob("*.py")]
-        operators = [line for source in sources for line in source.splitlines() if "custom_op(" in line]
-        assert operators
-        assert all(f'"{identifier}::dcmha' in line for line in operators)
+        operators = [name for source in sources for name in re.findall(r'custom_op\(\s*"(.+?)"', source)]
+        assert operators and sum(source.count("custom_op(") for source in sources) == len(operators)
+        assert all(name.startswith(f"{identifier}::dcmha") for name in operators)
         assert not any(
             line.startswith(("import dynattn", "from dynattn")) for text in sources for line in text.split("\n")
         )
