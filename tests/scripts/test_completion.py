@@ -16,6 +16,7 @@ def test_jobs_conversions_and_options_follow() -> None:
     assert following(["convert"]) == list(CONVERSIONS.commands)
     assert {"--max_steps", "--output", "--help", "--import"} <= set(following(["pretrain", "tiny.yaml", "--seed", "3"]))
     assert "--reverse" in following(["convert", "official", "source", "destination"])
+    assert following(["--import", "module", "convert"]) == list(CONVERSIONS.commands)
     assert following(["lm-eval"]) == []
     assert following(["trian"]) == list(cli.JOBS.commands)
 

@@ -20,6 +20,7 @@ from dynattn.scripts.cli import main
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.export.formats import FORMATS
 from dynattn.scripts.export.graphs import dynamic_shapes, exportable_attention, graph_inputs
+from dynattn.scripts.export.job import quiet
 from dynattn.scripts.export.proof import Generated, compare, load_written, make_prompt
 
 NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino",), "executorch": ("executorch",)}
@@ -254,3 +255,15 @@ def test_wrong_graphs_leave_what_was_there(
     assert "a file could not be written to its end; is the disk full?" in line
     assert [path.name for path in tmp_path.iterdir()] == ["graphs"]
     assert (destination / "config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_progress_bars_are_as_before_after_an_export(shown: bool) -> None:
+    logging = transformers.utils.logging
+    (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
+    try:
+        with quiet():
+            assert not logging.is_progress_bar_enabled()
+        assert logging.is_progress_bar_enabled() == shown
+    finally:
+        logging.enable_progress_bar()

@@ -122,3 +122,7 @@ def test_a_folder_without_measurements_is_refused(tmp_path: Path, capsys: pytest
     (tmp_path / "file").touch()
     assert main(["report", str(run), "--output", str(tmp_path / "file" / "page.html")]) == 2
     assert "cannot write" in capsys.readouterr().err
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    assert main(["report", str(run)]) == 2
+    assert f"cannot read {run / 'metrics.jsonl'}: Is a directory" in capsys.readouterr().err
