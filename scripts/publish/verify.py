@@ -111,7 +111,7 @@ def compare_answers(expected: dict[str, Tensor], observed: dict[str, Tensor]) ->
         if answer.shape != observed[name].shape or answer.dtype != observed[name].dtype:
             raise UserError(f"without the package the answer {name!r} has another shape or dtype")
         difference = (answer.double() - observed[name].double()).abs().max().item()
-        if not difference <= (limit := rounding_error(answer)):
+        if not difference <= (limit := allowed_difference(answer)):
             raise UserError(
                 f"without the package the answer {name!r} differs by {difference:.1e}, which is more than rounding "
                 f"({limit:.1e}), so the folder was not written"
@@ -120,7 +120,7 @@ def compare_answers(expected: dict[str, Tensor], observed: dict[str, Tensor]) ->
     return PublishedCheck(tuple(expected), largest)
 
 
-def rounding_error(answer: Tensor) -> float:
+def allowed_difference(answer: Tensor) -> float:
     """The allowed difference from `answer`: 0 for integers, for floats a few roundings of the largest element."""
     if not answer.is_floating_point():
         return 0.0

@@ -9,7 +9,7 @@ from ...common.checkpoint_files import COMPANION_PATTERNS, TOKENIZER_PATTERNS
 from ...common.errors import UserError, first_line
 from ...common.folder_names import check_revision, may_be_on_the_hub, resolve_folder
 
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 PICKLES = ("*.bin", "*.bin.index.json")
 
 
@@ -41,10 +41,10 @@ def locate(source: str, revision: str | None = None) -> Path:
 
 def _patterns(source: str, revision: str | None) -> list[str]:
     """Weights in one format, safetensors where there are any, and what else a conversion reads or copies."""
-    weights: tuple[str, ...] = (*WEIGHTS, *PICKLES)
+    weights: tuple[str, ...] = (*WEIGHT_PATTERNS, *PICKLES)
     try:
         files = [file.rfilename for file in HfApi().model_info(source, revision=revision).siblings or []]
-        weights = WEIGHTS if any(name.endswith(".safetensors") for name in files) else PICKLES
+        weights = WEIGHT_PATTERNS if any(name.endswith(".safetensors") for name in files) else PICKLES
     except (HTTPError, OfflineModeIsEnabled):
         pass  # an earlier download may be at hand, of either format
     return ["config.json", *weights, *TOKENIZER_PATTERNS, *COMPANION_PATTERNS]

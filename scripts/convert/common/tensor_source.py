@@ -16,7 +16,7 @@ from ...common.checkpoint_files import read_weight_map, require_inside
 from ...common.errors import UserError, first_line
 from ...common.safetensors_files import open_safetensors, read_header
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state")
 # Suffixes under which others store what is read here as `.bin`.
 OTHER_PICKLES = (".pth", ".pt", ".ckpt")
@@ -75,7 +75,7 @@ class TensorSource:
         if path.suffix != ".safetensors":
             return {key: Header(path, tensor.shape, tensor.dtype) for key, tensor in self._load(path).items()}
         stored = read_header(path)
-        return {key: Header(path, torch.Size(one.shape), DTYPES.get(one.dtype)) for key, one in stored.items()}
+        return {key: Header(path, torch.Size(one.shape), STORED_DTYPES.get(one.dtype)) for key, one in stored.items()}
 
     def _load(self, path: Path) -> dict[str, Tensor]:
         """The tensors `[...]` of a `.bin` file by name; the last file stays loaded."""
@@ -98,9 +98,11 @@ def common_dtype(headers: Mapping[str, Header]) -> torch.dtype:
     """
     dtype: torch.dtype | None = None
     for key, header in headers.items():
-        if header.dtype is None or header.dtype not in DTYPES.values():
+        if header.dtype is None or header.dtype not in STORED_DTYPES.values():
             what = header.dtype or "quantized, or not floating point"
-            raise UserError(f"{key} in {header.path.name} is {what}; only {', '.join(DTYPES)} weights can be converted")
+            raise UserError(
+                f"{key} in {header.path.name} is {what}; only {', '.join(STORED_DTYPES)} weights can be converted"
+            )
         dtype = header.dtype if dtype is None else torch.promote_types(dtype, header.dtype)
     return dtype or torch.float32
 

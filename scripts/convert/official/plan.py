@@ -58,7 +58,7 @@ class Conversion(ConversionPlan):
     def describe_source(self) -> str:
         return (
             f"{self.official.family}, {self.config.num_hidden_layers} layers, {self.config.num_attention_heads} heads, "
-            f"{count_elements(self.source.shapes.values()):,} numbers"
+            f"{count_elements(self.source.shapes.values()):,} elements"
         )
 
     def details(self) -> Iterator[tuple[str, str]]:

@@ -92,7 +92,7 @@ class Upcycling(ConversionPlan):
     def describe_source(self) -> str:
         return (
             f"{self.config.num_hidden_layers} layers, {self.config.num_attention_heads} heads, "
-            f"{count_elements(self.source.shapes.values()):,} numbers"
+            f"{count_elements(self.source.shapes.values()):,} elements"
         )
 
     def effects(self) -> Iterator[tuple[str, str]]:
