@@ -38,6 +38,7 @@ C_FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 COMPILER_SECONDS = 120
 # Temporary folders in the cache that are older belong to compilations that were killed.
 ABANDONED_SECONDS = 24 * 60 * 60
+# Functions of a library by name, each with the types of its arguments and of its result, as `ctypes` has them.
 Signatures = Mapping[str, tuple[Sequence[Any], Any]]
 FLAGS = ("-std=gnu11", "-O3", "-funroll-loops", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 
@@ -97,11 +98,11 @@ def _command(text: str) -> tuple[str, ...] | None:
 def load_or_warn(source: str, macros: tuple[tuple[str, int], ...], signatures: Signatures) -> ctypes.CDLL | None:
     """Returns `load_library(source, macros)`, or None if that fails or the library lacks one of these functions.
 
-    Args:
-        signatures: the functions by name, each with the types of its arguments and of its result.
-
     The first failure warns, and from then on the process loads and compiles nothing more, because a compiler that fails
     or hangs once will do so again.
+
+    Args:
+        signatures: the functions; their types are set, so that they can be called with Python's numbers.
     """
     if _failures:
         return None

@@ -58,11 +58,15 @@ def staged_folder(destination: Path, check: Callable[[], None] | None = None) ->
                 folder.rmdir()
 
 
-def claim(destination: Path, source: Path, overwrite: bool) -> Callable[[], None]:
-    """Makes a destination as it was before a killed process, and checks that it may be written.
+def claim_destination(destination: Path, source: Path, overwrite: bool) -> Callable[[], None]:
+    """Restores a destination that a killed process has left, and checks that it may be written.
+
+    Args:
+        source: the folder that is read, which must not overlap it.
+        overwrite: whether a checkpoint that is there may be replaced.
 
     Returns:
-        The check, for `staged_folder`.
+        The check, which `staged_folder` repeats at its end.
 
     Raises:
         UserError: see `recover` and `check_destination`.

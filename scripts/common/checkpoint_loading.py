@@ -151,9 +151,9 @@ def check_loaded(place: str, info: Mapping[str, Any], *, exactly: bool = False) 
 
     Args:
         place: what the message calls the checkpoint.
-        exactly: whether it must have had no others.
         info: what `from_pretrained` returns with `output_loading_info=True`. Only with `ignore_mismatched_sizes=True`
             does it return at all if shapes differ.
+        exactly: whether weights that the model does not have are refused, too.
     """
     if absent := sorted(info["missing_keys"]):
         raise UserError(f"{place} lacks {len(absent)} weights of the model, such as {absent[0]}; check it")

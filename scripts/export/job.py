@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from ..common.atomic_folder import claim, staged_folder
+from ..common.atomic_folder import claim_destination, staged_folder
 from ..common.checkpoint_files import TOKENIZER_PATTERNS, copy_files, file_sizes, matching_files
 from ..common.checkpoint_loading import check_vocabulary, load_tokenizer
 from ..common.disk_errors import answer_of_the_disk
@@ -52,7 +52,7 @@ def export_checkpoint(arguments: ExportArguments) -> Export:
     """
     source, destination = resolve_folder(arguments.source), resolve_destination(arguments.destination)
     target = FORMATS[arguments.format]
-    check_free = claim(destination, source, arguments.overwrite)
+    check_free = claim_destination(destination, source, arguments.overwrite)
     with quiet(), staged_folder(destination, check_free) as staging:
         target.make_exporter()  # reports missing packages before any work is done
         model = load_checkpoint(source)

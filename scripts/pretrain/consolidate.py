@@ -56,11 +56,11 @@ def consolidate(arguments: ConsolidateArguments) -> list[str]:
     """
     import torch
 
-    from ..common.atomic_folder import claim, staged_folder
+    from ..common.atomic_folder import claim_destination, staged_folder
     from .outputs import checkpoint
 
     source, destination = find_checkpoint(Path(arguments.source)), resolve_destination(arguments.destination)
-    check_free = claim(destination, source.resolve(), arguments.overwrite)
+    check_free = claim_destination(destination, source.resolve(), arguments.overwrite)
     checkpoint.verify(source)
     model = read_model(source, averaged=arguments.average)
     for weight in model.parameters():

@@ -6,7 +6,7 @@ from pathlib import Path
 from dynattn.remote_code import write_code
 
 from ..common.atomic_file import write_json
-from ..common.atomic_folder import claim, staged_folder
+from ..common.atomic_folder import claim_destination, staged_folder
 from ..common.checkpoint_files import copy_files, file_sizes, read_config
 from .arguments import PublishArguments
 from .card import make_card
@@ -36,7 +36,7 @@ def publish(arguments: PublishArguments) -> Publication:
     """
     destination = arguments.destination
     checkpoint = read_checkpoint(arguments.checkpoint)
-    check_free = claim(destination, checkpoint.folder, arguments.overwrite)
+    check_free = claim_destination(destination, checkpoint.folder, arguments.overwrite)
     repo = None if arguments.dry_run else arguments.repo
     if repo is not None:
         check_token_and_network()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...common.atomic_folder import claim, staged_folder
+from ...common.atomic_folder import claim_destination, staged_folder
 from ...common.checkpoint_files import check_sizes, copy_files, file_sizes, read_config
 from ...common.folder_names import resolve_destination
 from .arguments import ConversionArguments
@@ -126,7 +126,7 @@ def convert(
     """
     destination = resolve_destination(arguments.destination)
     raw = read_config(source)
-    check_free = claim(destination, source, arguments.overwrite)
+    check_free = claim_destination(destination, source, arguments.overwrite)
     companions = find_companions(source)
     weights = TensorSource(source)
     check_sizes(raw, weights.shapes)

@@ -26,7 +26,7 @@ LARGEST_NOISE = 1e-3
 SHORTEST_PROBE, PROBE_WITHOUT_WINDOW = 16, 64
 # Elements of the maps of all heads, of which the eager attention of a layer holds several copies in float32.
 LARGEST_MAP = 2**27
-# As many rows as a map in float64, with which official formulas are computed, takes the memory of.
+# Official formulas are computed in float64, in which the maps of one text take the memory of so many in float32.
 FLOAT64_MAPS = 2
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 from ...common.errors import UserError
 from ..common.arguments import ConversionArguments
 
+# Our configurations take no larger sizes.
 LARGEST_WINDOW = 2**31 - 1
 
 

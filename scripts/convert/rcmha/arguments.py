@@ -7,6 +7,7 @@ from ...common.errors import UserError
 from ..common.arguments import ConversionArguments
 from .constants import POSITIONS
 
+# Tables with more rows take gigabytes for the smallest models, and no model has them.
 MOST_POSITIONS = 1 << 20
 FORWARD_ONLY = ("max_position_embeddings", "memory_type")
 REVERSE_ONLY = ("official_positions", "from_streaming")
