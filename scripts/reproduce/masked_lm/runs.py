@@ -87,7 +87,7 @@ class Runs:
         return self._folder(seed, f"initial-{arm}")
 
     def _make_initial(self, seed: int, arm: str) -> None:
-        """A model before training, with the plain model's weights where it has such weights, and the tokenizer."""
+        """Saves an arm before training, with the plain model's weights where it has such weights, and the tokenizer."""
         folder = self._initial(seed, arm)
         if not folder.exists():
             tokenizer = self._tokenizer()
