@@ -42,6 +42,10 @@ class BenchmarkArguments:
         default=None, metadata={"help": "Threads on the CPU; OMP_NUM_THREADS if not given, or 1."}
     )
     window: int | None = field(default=None, metadata={"help": "Keys that a query sees, itself included."})
+    layer_types: Literal["L", "LG", "LGLL"] = field(
+        default="L",
+        metadata={"help": "Layers of a model with --window, repeated: L has the window, G sees all keys."},
+    )
     batch_size: int = field(default=1, metadata={"help": "Sequences in a batch."})
     layers: int = field(default=LAYERS, metadata={"help": "Layers of the model (training and prefill)."})
     vocabulary: int = field(default=VOCABULARY, metadata={"help": "Vocabulary size of the model."})
@@ -89,6 +93,8 @@ class BenchmarkArguments:
                 raise UserError(f"{name} must be at least 1, not {value}")
         check_seed("seed", self.seed)
         check_positive(self, ["budget"])
+        if self.window is None and self.layer_types != "L":
+            raise UserError(f"--layer_types {self.layer_types}, but no layer has a window; add --window")
         if self.resume and self.overwrite:
             raise UserError("--resume goes on with the record that --overwrite would replace; choose one of them")
         if self.parts is not None:

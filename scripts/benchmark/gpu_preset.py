@@ -27,6 +27,7 @@ from ..common.atomic_file import write_json
 from ..common.errors import UserError, first_line
 from .arguments import BenchmarkArguments
 from .gpu_tuning import compile_trials, find_constants
+from .harness.interface import GLOBAL
 from .harness.interruptions import check_device
 from .harness.process import DeviceLostError
 from .harness.tuning import TrialLog, TunableConstant, Tuning, override_constants, read_tuning
@@ -102,6 +103,14 @@ GPU = (
         for length in (2048, 4096, 8192)
     ),
     _part("training-405m", **TRAINING, shapes=["16x64@2048"], batch_size=8),
+    _part(
+        "training-405m-windows",
+        **TRAINING | {"implementations": ["triton", f"sdpa{GLOBAL}"]},
+        shapes=["16x64@2048"],
+        batch_size=8,
+        window=256,
+        layer_types="LG",
+    ),
     _part(
         "window",
         subjects=["attention"],

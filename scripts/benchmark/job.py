@@ -38,7 +38,7 @@ LOCK = ".lock"
 # What a run takes from the unfinished record with which it goes on.
 CARRIED_ON = ("cases", "finished", "running", "interrupted")
 # Settings that cases do not tell, and that all cases of a record share.
-SHARED = ("seed", "rounds", "quick", "layers", "vocabulary")
+SHARED = ("seed", "rounds", "quick", "layers", "layer_types", "vocabulary")
 
 
 def run_benchmark(argv: Sequence[str], arguments: BenchmarkArguments) -> int:

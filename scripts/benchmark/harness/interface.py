@@ -10,8 +10,9 @@ from .accuracy import Results
 from .settings import BenchmarkSettings
 from .shapes import Shape
 
-# The names of candidates that go through `torch.compile`, and of those in a CUDA graph, end with these.
-COMPILED, GRAPH = "-compiled", "-graph"
+# The names of candidates that go through `torch.compile`, of those in a CUDA graph, and of models without the window
+# that the others have, end with these.
+COMPILED, GRAPH, GLOBAL = "-compiled", "-graph", "-global"
 Role = Literal["ours", "plain", "other"]
 Pass = Literal["forward", "forward+backward"]
 

@@ -18,6 +18,7 @@ class BenchmarkSettings:
 
     Attributes:
         window: keys that a query sees, itself included; None for all.
+        layer_types: letters to repeat over the layers of a model, L with the window and G without.
         sample_seconds: the least duration of one sample.
         shapes: shapes asked for; each subject has its own if there are none.
         budget: seconds that a candidate's first call may take, and that its samples may take in all.
@@ -36,6 +37,7 @@ class BenchmarkSettings:
     budget: float | None = None
     layers: int = LAYERS
     vocabulary: int = VOCABULARY
+    layer_types: str = "L"
     end: float | None = None
 
 
@@ -59,6 +61,7 @@ def read_settings(arguments: BenchmarkArguments) -> BenchmarkSettings:
         budget=arguments.budget,
         layers=arguments.layers,
         vocabulary=arguments.vocabulary,
+        layer_types=arguments.layer_types,
     )
 
 

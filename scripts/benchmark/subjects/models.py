@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
+from dynattn.configuration.composed_config import repeat_layer_types
 from dynattn.configuration.mixers import NO_COMPOSITION
 from dynattn.modeling.common.activation_checkpointing import checkpoint_activations
 from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS
@@ -18,14 +19,18 @@ from ...common.flops import ModelFlops
 from ..baselines.dcmha import IN_MODELS
 from ..harness.accuracy import Results, with_gradients
 from ..harness.inputs import COMPOSED, PLAIN
-from ..harness.interface import Candidate, Case, Role, Subject, passes_of
+from ..harness.interface import GLOBAL, Candidate, Case, Role, Subject, passes_of
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
 from .attention import compiling_as, ours
 
 # Weights large enough that an error in composition or attention shows in the logits.
 INITIALIZATION = {"initializer_range": 0.05, "compose_init_scale": 20.0}
-FUNCTIONS: Mapping[str, dict[str, Any]] = MappingProxyType({COMPOSED: {}, PLAIN: NO_COMPOSITION})
+NO_WINDOW = {"sliding_window": None, "layer_types": None}
+PLAIN_GLOBAL = PLAIN + GLOBAL
+FUNCTIONS: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {COMPOSED: {}, PLAIN: NO_COMPOSITION, PLAIN_GLOBAL: NO_COMPOSITION | NO_WINDOW}
+)
 # The number of last tokens whose logits are compared with the reference.
 COMPARED = 256
 # The reference op holds a few maps of all pairs at a time, and keeps dozens of them for the backward pass of a layer.
@@ -94,6 +99,7 @@ def candidates(device: torch.device) -> list[Candidate]:
         (name, "ours", COMPOSED, implementation, mode) for name, implementation, mode in ours(usable)
     ]
     entries += [("sdpa", "plain", PLAIN, "sdpa", "auto"), ("matmul", "plain", PLAIN, "eager", "auto")]
+    entries += [(f"sdpa{GLOBAL}", "plain", PLAIN_GLOBAL, "sdpa", "auto")]
     entries += [(name, "other", COMPOSED, name, "auto") for name in IN_MODELS]
 
     def prepare(problem: ModelProblem, function: str, implementation: str, mode: str) -> Callable[[], Results]:
@@ -169,7 +175,7 @@ def make_problem(
         "num_attention_heads": shape.heads,
         "max_position_embeddings": shape.length,
         "sliding_window": settings.window,
-        "layer_types": ["full_attention" if settings.window is None else "sliding_attention"] * layers,
+        "layer_types": repeat_layer_types("G" if settings.window is None else settings.layer_types, layers),
         **INITIALIZATION,
     }
     torch.manual_seed(settings.seed)
@@ -192,6 +198,7 @@ def make_case(problem: ModelProblem, settings: BenchmarkSettings, *, logits: int
         flops=cache(lambda function: problem.flops(function, logits) * (3 if problem.backward else 1)),
         tokens=problem.tokens.numel(),
         window=settings.window,
+        note="" if settings.layer_types == "L" else f"layers {settings.layer_types}",
     )
 
 

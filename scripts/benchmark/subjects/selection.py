@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 from ...common.errors import UserError
 from ..arguments import BenchmarkArguments, split_at_commas
-from ..harness.interface import COMPILED, Candidate, Subject
+from ..harness.interface import COMPILED, GLOBAL, Candidate, Subject
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape, parse_shape
 from .attention import ATTENTION, BIDIRECTIONAL
@@ -38,8 +38,9 @@ def select(arguments: BenchmarkArguments, settings: BenchmarkSettings) -> tuple[
     names = select_subjects(arguments, settings)
     selection = [(SUBJECTS[name], SUBJECTS[name].candidates(settings.device)) for name in names]
     every = list(dict.fromkeys(one.name for _, candidates in selection for one in candidates))
-    # A quick run leaves out what needs minutes of compilation.
-    default = [name for name in every if not (settings.quick and name.endswith(COMPILED))]
+    # A quick run leaves out what needs minutes of compilation. Without a window all models are global.
+    skipped = (COMPILED,) * settings.quick + (GLOBAL,) * (settings.window is None)
+    default = [name for name in every if not name.endswith(skipped)]
     wanted = split_at_commas(arguments.implementations or default)
     check_names(wanted, every, "implementation")
     chosen = [(subject, [one for one in candidates if one.name in wanted]) for subject, candidates in selection]

@@ -44,3 +44,24 @@ def test_compiled_code_is_not_judged_by_itself(tmp_path: Path, monkeypatch: pyte
         for name in ("chunked", "chunked-stepwise", "sdpa")
     }
     assert status == 1 and correct == {"chunked": False, "chunked-stepwise": True, "sdpa": True}
+
+
+def test_layers_with_and_without_a_window_beside_a_plain_model_without_any(tmp_path: Path) -> None:
+    options = ("--subjects", "training", "--shapes", "2x8@64", "--layers", "2", "--vocabulary", "64", "--window", "16")
+    status, record = run_benchmark(
+        tmp_path, *options, "--layer_types", "LG", "--implementations", "chunked,sdpa,sdpa-global"
+    )
+    composed, plain, without = (row_of(record, name, "forward+backward") for name in ("chunked", "sdpa", "sdpa-global"))
+    assert status == 0 and all(row["verdict"]["correct"] for row in (composed, plain, without))
+    assert record["cases"][0]["window"] == 16 and record["cases"][0]["note"] == "layers LG"
+    pairs, pairs_in_window = 64 * 65 // 2, 64 * 16 - 16 * 15 // 2
+    # One layer of two has the window. Scores and outputs of 16 channels take four operations for a pair, and the
+    # backward pass takes twice as many.
+    assert without["flops"] - plain["flops"] == 3 * 4 * 16 * (pairs - pairs_in_window)
+
+
+def test_a_model_without_windows_is_no_other_where_there_are_none(tmp_path: Path) -> None:
+    _, record = run_benchmark(
+        tmp_path, "--subjects", "prefill", "--shapes", "2x8@64", "--layers", "1", "--vocabulary", "64"
+    )
+    assert "sdpa-global" in record["left_out"]
