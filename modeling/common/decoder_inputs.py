@@ -119,7 +119,7 @@ def prepare_decoder_inputs(
     masks = given.attention_mask
     if not isinstance(masks, dict):
         masks = make_masks(given, inputs_embeds, starts)
-    if missing := sorted(set(config.layer_types) - masks.keys()):
+    if missing := sorted(set(config.layer_types) - set(masks)):
         raise ValueError(f"attention_mask has no mask for the layer types {missing}; give one for each, or None")
     return DecoderInputs(inputs_embeds, position_ids, cache, masks, starts)
 

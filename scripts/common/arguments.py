@@ -17,14 +17,12 @@ from argparse import (
 )
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from pathlib import Path
 from shlex import join
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
 from .errors import UserError
+from .yaml_files import read_yaml
 
 Arguments = TypeVar("Arguments")
 
@@ -33,10 +31,6 @@ TRUE, FALSE = ("yes", "true", "on", "t", "y", "1"), ("no", "false", "off", "f", 
 EPILOG = """\
 FILE.yaml sets options in lines `NAME: VALUE`; options of the command line override it. On the command line, names may
 have dashes instead of underscores."""
-TAG = "tag:yaml.org,2002:"
-# Kinds of values that YAML 1.1 and 1.2 recognize by different spellings.
-REPLACED = ("bool", "int", "float", "timestamp")
-NUMBERS = (f"{TAG}int", f"{TAG}float")
 
 
 class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
@@ -56,69 +50,6 @@ class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
             return f"{action.help or ''} (default: {' '.join(map(str, action.default))})"  # as one would type it
         has_default = action.nargs != 0 and action.default not in (None, [])
         return super()._get_help_string(action) if has_default else action.help
-
-
-class YamlLoader(yaml.SafeLoader):
-    """Reads booleans and numbers as YAML 1.2 does, the keys of mappings as strings, and no key twice.
-
-    A number that is the value of an option, or an item of its list, stays the text in the file, from which the option
-    reads it as from the command line: in `revision: 1.10` it is a name. Numbers deeper inside are numbers.
-
-    PyYAML follows YAML 1.1, which takes `on` and `no` for booleans, `0100` for octal, `1:30` for 90, and `1e-3` for
-    text. Here they can be the name of an option or its value.
-    """
-
-    yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag.removeprefix(TAG) not in REPLACED]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_document(self, node: yaml.Node) -> Any:
-        """The content of the file, whose options have their numbers as text."""
-        if isinstance(node, yaml.MappingNode):
-            node.value = [(key, number_as_text(value)) for key, value in node.value]
-        return super().construct_document(node)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Builds a mapping whose keys are the text in the file: `1:` is "1" and `true:` is "true".
-
-        Raises:
-            ConstructorError: a key occurs twice; one that a merge (`<<`) brings may be overridden.
-        """
-        if isinstance(node, yaml.MappingNode):
-            keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            names = [key.value for key in keys]
-            if twice := [key for place, key in enumerate(keys) if key.value in names[:place]]:
-                problem = f"{twice[0].value} is given twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, twice[0].start_mark)
-            self.flatten_mapping(node)
-            for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode):
-                    key.tag = f"{TAG}str"
-        return super().construct_mapping(node, deep=deep)
-
-    def construct_integer(self, node: yaml.ScalarNode) -> int:
-        """An integer in decimal digits, also with zeros before it."""
-        return int(self.construct_scalar(node), 10)
-
-
-def number_as_text(node: yaml.Node) -> yaml.Node:
-    """The node with text in place of a number, or of the numbers in a list; `.inf` and `.nan` stay what they are.
-
-    It is a new node, as an anchor may put the old one elsewhere, too.
-    """
-    if isinstance(node, yaml.SequenceNode):
-        return yaml.SequenceNode(node.tag, list(map(number_as_text, node.value)), node.start_mark, node.end_mark)
-    if node.tag in NUMBERS and any(map(str.isdigit, node.value)):
-        return yaml.ScalarNode(f"{TAG}str", node.value, node.start_mark, node.end_mark)
-    return node
-
-
-FLOAT = r"^[-+]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$"
-YamlLoader.add_implicit_resolver(f"{TAG}bool", re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-YamlLoader.add_implicit_resolver(f"{TAG}int", re.compile("^[-+]?[0-9]+$"), list("-+0123456789"))
-YamlLoader.add_implicit_resolver(f"{TAG}float", re.compile(FLOAT), list("-+.0123456789"))
-YamlLoader.add_constructor(f"{TAG}int", YamlLoader.construct_integer)
 
 
 def parse_arguments(
@@ -312,27 +243,6 @@ def parse_bool(text: str) -> bool:
     if text.lower() not in (*TRUE, *FALSE):
         raise ArgumentTypeError(f"{text!r} is neither {'/'.join(TRUE)} nor {'/'.join(FALSE)}")
     return text.lower() in TRUE
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Reads a mapping of names to values; an empty file is an empty mapping.
-
-    Raises:
-        UserError: the file cannot be read, is not YAML, or holds something else.
-    """
-    try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), YamlLoader)
-    except OSError as error:
-        raise UserError(f"cannot read the argument file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise UserError(f"{path} must hold a mapping of argument names to values, not a {type(content).__name__}")
-    return content
 
 
 def _use_as_defaults(parser: ArgumentParser, cls: type[Any], values: Mapping[str, Any], source: str) -> None:

@@ -21,6 +21,7 @@ def write_whole(path: Path, text: str) -> None:
     """Writes a file under another name and renames it, so that no reader ever sees half of it."""
     partial = partial_path(path)
     try:
+        partial.unlink(missing_ok=True)  # a link that somebody has put there would be followed
         partial.write_text(text, encoding="utf-8")
         put_in_place(partial, path)
     except OSError:  # a full disk, or `path` is a folder

@@ -138,7 +138,7 @@ def _leftovers(destination: Path, kind: str) -> Iterator[tuple[Path, str, int]]:
     prefix = _sibling(destination, kind, "").name
     for path in list(destination.parent.iterdir()) if destination.parent.is_dir() else []:
         machine, _, process = path.name.removeprefix(prefix).partition("-")
-        if path.name.startswith(prefix) and process.isdigit():
+        if path.name.startswith(prefix) and process.isdigit() and path.is_dir() and not path.is_symlink():
             yield path, machine, int(process)
 
 

@@ -26,6 +26,8 @@ TOKENIZER_PATTERNS = (
     *("*.jinja", "additional_chat_templates/*.jinja"),
 )
 COMPANION_PATTERNS = ("generation_config.json", *PROCESSOR_CONFIGS, "LICENSE*", "NOTICE*")
+# Fields of configurations, at any depth, that name code for Transformers to load.
+NAMES_OF_CODE = ("auto_map", "custom_pipelines")
 # What Transformers, the Hub and the jobs of this package also write into the folder of a model or of its graphs.
 WRITTEN_PATTERNS = (
     *(*TOKENIZER_PATTERNS, *COMPANION_PATTERNS, "config.json", "*.safetensors", "*.safetensors.index.json", "*.py"),
@@ -139,26 +141,28 @@ def read_foreign_json(path: Path) -> Any:
 
 
 def matching_files(folder: Path, patterns: Iterable[str]) -> list[str]:
-    """The sorted paths, relative to `folder`, of the files in it that match one of `patterns`.
+    """The sorted paths, relative to `folder`, of the files in it that match one of `patterns`, code excepted.
 
     Raises:
         UserError: one is a link to a file elsewhere, or in such a folder.
     """
-    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file() and path.suffix != ".py"}
     return sorted(require_inside(path, folder).relative_to(folder).as_posix() for path in found)
 
 
 def copy_files(names: Iterable[str], source: Path, destination: Path) -> None:
     """Copies the files that `matching_files` has found in the folder `source`, and the sub-folders that they are in.
 
-    Configurations of tokenizers and processors are copied without what points elsewhere: the path on some machine that
-    old versions of Transformers wrote, and the names of code, which is not copied and may be anywhere.
+    Configurations of tokenizers and processors are copied without what points elsewhere, see `forget_places`.
+
+    Raises:
+        UserError: such a configuration is no JSON, or is nested too deeply.
     """
     for name in names:
         (destination / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, destination / name)
         if name in (TOKENIZER_CONFIG, *PROCESSOR_CONFIGS):
-            _forget_places(destination / name)
+            forget_places(source / name, destination / name)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -176,25 +180,34 @@ def _check_token_ids(path: Path) -> None:
             raise UserError(f"{path}: {name} ({value!r}) must be the number of a token, or a list of such numbers")
 
 
-def _forget_places(path: Path) -> None:
-    """Takes `auto_map` out of a configuration, and `name_or_path` unless it is a name on the Hub."""
-    try:
-        content = read_foreign_json(path)
-    except UserError:  # a damaged file is told where the tokenizer is loaded
-        return
-    if not isinstance(content, dict):
-        return
-    kept = {name: value for name, value in content.items() if name != "auto_map"}
+def forget_places(path: Path, copy: Path) -> None:
+    """Takes what points elsewhere out of the copy of a configuration.
+
+    This is the path on some machine that old versions of Transformers wrote, `name_or_path`, unless it is a name on the
+    Hub, and the names of code, which is not copied and may be anywhere.
+
+    Raises:
+        UserError: it is no JSON, or is nested too deeply.
+    """
+    content = _read_object(path)
+    kept = without_code(content)
     if not may_be_on_the_hub(str(kept.get("name_or_path", ""))):
         kept.pop("name_or_path", None)
     if kept != content:
-        write_json(path, kept)
+        write_json(copy, kept)
+
+
+def without_code(content: Any) -> Any:
+    """What `read_foreign_json` returned, without the names of code that Transformers would load."""
+    if isinstance(content, dict):
+        return {name: without_code(value) for name, value in content.items() if name not in NAMES_OF_CODE}
+    return list(map(without_code, content)) if isinstance(content, list) else content
 
 
 def weights_sha256(folder: Path) -> str | None:
     """A digest of the weights in a folder; None where there are none, as for the name of a model on the Hub."""
     whole = hashlib.sha256()
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())  # a pipe would never end
     for path in files:
         with path.open("rb") as file:
             whole.update(hashlib.file_digest(file, "sha256").digest())

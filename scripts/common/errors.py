@@ -1,8 +1,11 @@
 """The exceptions that the command line reports to its user without a traceback."""
 
+import pickle
 import signal
 
 TIME_IS_OVER = 124  # the exit status of timeout(1)
+# PyTorch's own words for this tell how to run the code.
+REFUSED_PICKLE = "damaged, or a pickle that runs code, and was not opened"
 
 
 class UserError(Exception):
@@ -58,8 +61,15 @@ def refusal_of(error: Exception) -> str:
     """
     if type(error).__name__ == "SafetensorError":  # which is not imported, so that this module stays light
         return f"a weight file is truncated or damaged ({last_line(error)}); copy or save it again"
+    if isinstance(error, pickle.UnpicklingError):
+        return f"a file is {REFUSED_PICKLE}"
     is_sentence = not isinstance(error, ArithmeticError | AttributeError | LookupError)
     return last_line(error) if is_sentence else f"{type(error).__name__}: {last_line(error)}"
+
+
+def printable(text: str) -> str:
+    """`text` as a line for a terminal, which would obey some of the characters that names of strangers may have."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def _lines(error: BaseException | str) -> list[str]:

@@ -13,7 +13,7 @@ def read_metrics(path: Path, split: str | None = None) -> list[MetricRecord]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
         if _is_record(record) and split in (None, record["split"]):
             records.append(record)
@@ -22,4 +22,11 @@ def read_metrics(path: Path, split: str | None = None) -> list[MetricRecord]:
 
 def _is_record(line: Any) -> bool:
     """Whether a line says for which update and which split it was measured."""
-    return isinstance(line, dict) and isinstance(line.get("step"), int) and isinstance(line.get("split"), str)
+    if not isinstance(line, dict) or not isinstance(line.get("split"), str):
+        return False
+    return isinstance(line.get("step"), int) and is_number(line["step"])
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a line is one that a curve can have; other tools write NaN as text, or huge integers."""
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)

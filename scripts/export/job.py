@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from ..common.atomic_folder import claim_destination, staged_folder
-from ..common.checkpoint_files import TOKENIZER_PATTERNS, copy_files, file_sizes, matching_files
+from ..common.checkpoint_files import TOKENIZER_PATTERNS, copy_files, file_sizes, forget_places, matching_files
 from ..common.checkpoint_loading import check_vocabulary, load_tokenizer
 from ..common.disk_errors import answer_of_the_disk
 from ..common.errors import UserError, first_line
@@ -76,6 +76,7 @@ def write_graphs(folder: Path, model: PreTrainedModel, target: Format) -> None:
     try:
         with torch.no_grad():
             export_graphs(model, target).save_pretrained(folder)
+        forget_places(folder / "config.json", folder / "config.json")
     except (UserError, OSError):
         raise
     except Exception as error:  # exporters raise errors of many types

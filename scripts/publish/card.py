@@ -1,7 +1,9 @@
 """The model card of a published folder: the checkpoint's own, completed, or one rendered from its configuration."""
 
 import dataclasses
+import html
 import json
+import reprlib
 import sys
 from collections import Counter
 from pathlib import Path
@@ -9,12 +11,15 @@ from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from transformers import PreTrainedConfig
 
 from ..common.checkpoint_files import require_inside, weights_sha256
 from ..common.errors import UserError, last_line
 from ..common.evaluation_metadata import merge_evaluation, read_evaluation
 from ..common.folder_names import may_be_on_the_hub
+from ..common.markdown import table
+from ..common.yaml_files import check_size
 from .checkpoint import Checkpoint
 
 TASKS = {
@@ -50,8 +55,6 @@ not know the training data.
 {usage}
 ## Architecture
 
-| field | value |
-|---|---|
 {architecture}
 
 ## Limits
@@ -128,6 +131,8 @@ def _read_card(path: Path) -> ModelCard:
     require_inside(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
+        if (block := REGEX_YAML_BLOCK.search(text)) is not None:
+            check_size(yaml.compose(block[2]))
         card = ModelCard(text if text.lstrip().startswith("---") else f"---\n{{}}\n---\n{text}")
     except (ValueError, TypeError, AttributeError, OSError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path} is no model card that the Hub accepts: {last_line(error)}") from error
@@ -139,13 +144,14 @@ def _check_metadata(data: Any, path: Path) -> None:
     """Raises UserError if a field has a type that the Hub, or `_complete_metadata`, cannot use."""
     for name in ("license", "pipeline_tag"):
         if not isinstance(data.get(name), str | None):
-            raise UserError(f"{name} in {path} is {data.get(name)!r}; it must be text")
+            raise UserError(f"{name} in {path} is {reprlib.repr(data.get(name))}; it must be text")
     parents = [data.base_model] if isinstance(data.base_model, str) else data.base_model or []
     if not (isinstance(parents, list) and all(isinstance(name, str) and may_be_on_the_hub(name) for name in parents)):
-        raise UserError(f"base_model in {path} is {data.base_model!r}; give names on the Hub, or leave it out")
+        given = reprlib.repr(data.base_model)
+        raise UserError(f"base_model in {path} is {given}; give names on the Hub, or leave it out")
     tags = data.tags or []
     if not isinstance(tags, str) and not (isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)):
-        raise UserError(f"tags in {path} are {tags!r}; they must be a list of texts")
+        raise UserError(f"tags in {path} are {reprlib.repr(tags)}; they must be a list of texts")
 
 
 def _complete_metadata(data: Any, checkpoint: Checkpoint, license_name: str | None) -> None:
@@ -174,18 +180,22 @@ def _render(checkpoint: Checkpoint, name: str) -> str:
         summary=docstring.strip().splitlines()[0],
         parameters=", ".join(f"{count:,} {kind}" for kind, count in checkpoint.weights.elements.most_common()),
         usage=_usage(checkpoint, name),
-        architecture="\n".join(f"| `{key}` | {value} |" for key, value in _architecture(checkpoint.config)),
+        architecture=table(["field", "value"], _architecture(checkpoint.config)),
         limits=LIMITS[checkpoint.reads],
         citation=_bibtex(checkpoint.family.paper),
     )
 
 
 def _architecture(config: PreTrainedConfig) -> list[tuple[str, str]]:
-    """The fields of the configuration that not every Transformers model has, and their values unless None."""
+    """The fields of the configuration that not every Transformers model has, and their values unless None.
+
+    Pages on the Hub would obey HTML in them.
+    """
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     names = [field.name for field in dataclasses.fields(config) if field.name not in common]
     values = {name: getattr(config, name) for name in names}
-    return [(name, _format_value(value)) for name, value in values.items() if value is not None]
+    shown = {name: _format_value(value) for name, value in values.items() if value is not None}
+    return [(f"`{name}`", html.escape(value, quote=False)) for name, value in shown.items()]
 
 
 def _format_value(value: Any) -> str:

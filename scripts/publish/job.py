@@ -7,7 +7,7 @@ from dynattn.remote_code import write_code
 
 from ..common.atomic_file import write_json
 from ..common.atomic_folder import claim_destination, staged_folder
-from ..common.checkpoint_files import copy_files, file_sizes, read_config
+from ..common.checkpoint_files import copy_files, file_sizes, read_config, without_code
 from .arguments import PublishArguments
 from .card import make_card
 from .checkpoint import Checkpoint, read_checkpoint
@@ -61,7 +61,7 @@ def write_folder(folder: Path, checkpoint: Checkpoint, arguments: PublishArgumen
     """
     copy_files(checkpoint.files_to_copy, checkpoint.folder, folder)
     write_code(checkpoint.config, folder)
-    config = {**read_config(checkpoint.folder), "auto_map": checkpoint.config.auto_map}
+    config = {**without_code(read_config(checkpoint.folder)), "auto_map": checkpoint.config.auto_map}
     config.pop("_name_or_path", None)  # where old versions of Transformers read it, perhaps a path on some machine
     write_json(folder / "config.json", config, sort_keys=True)
     card = make_card(checkpoint, repo=arguments.repo, license_name=arguments.license, evaluation=arguments.evaluation)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ..common.arguments import name_words, parse_arguments
+from ..common.errors import printable
 from .arguments import PublishArguments
 
 
@@ -20,6 +21,6 @@ def main(argv: Sequence[str]) -> int:
 
     publication = publish(arguments)
     for warning in warnings(publication):
-        print(f"warning: {warning}", file=sys.stderr)
-    print("\n".join(describe(publication, arguments)))
+        print(f"warning: {printable(warning)}", file=sys.stderr)
+    print("\n".join(map(printable, describe(publication, arguments))))
     return 0

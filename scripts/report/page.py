@@ -1,5 +1,6 @@
 """The page: what differs between the runs, how they ended, and their curves."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from ..common.atomic_file import write_whole
 from ..common.errors import UserError
 from ..common.figures import literal_label
 from ..common.html_page import DOCTYPE, gallery, heading, page, table
+from ..common.metric_records import is_number
 from .charts import draw_curves, draw_layers
 from .run import ReportedRun, differing
 
@@ -113,8 +115,9 @@ def _chosen(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _by_layer(record: Mapping[str, Any], stage: str, what: str) -> list[float]:
-    """One measurement of all layers, in their order."""
-    return [record[name] for name in sorted(record) if name.endswith(f".{stage}.{what}")]
+    """One measurement of all layers, in their order; NaN for what is no number."""
+    values = (record[name] for name in sorted(record) if name.endswith(f".{stage}.{what}"))
+    return [value if is_number(value) else math.nan for value in values]
 
 
 def _show(value: Any) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import UserError
-from ..common.metric_records import MetricRecord, read_metrics
+from ..common.metric_records import MetricRecord, is_number, read_metrics
 
 METRICS, ARGUMENTS, RESULT = "metrics.jsonl", "run.json", "result.json"
 
@@ -45,11 +45,6 @@ class ReportedRun:
         return list(dict.fromkeys(name for record in self.records if record["split"] == split for name in record))
 
 
-def is_number(value: Any) -> bool:
-    """Whether a value of a line is one that a curve can have; other tools write NaN as text."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
     """Reads all runs. A run has the name of its folder or, if two folders have the same name, its path."""
     names = [folder.resolve().name for folder in folders]
@@ -68,7 +63,7 @@ def differing(runs: Sequence[ReportedRun]) -> list[str]:
 def _read(path: Path) -> dict[str, Any]:
     """The mapping in a JSON file; empty if there is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -127,6 +127,8 @@ def check_fields(handler: BaseHandler, body: dict[str, Any]) -> None:
         ValueError: the request asks for something that the answer would lack.
     """
     read_fields(handler, body)
+    if not isinstance(body.get("logit_bias"), dict | None):
+        raise ValueError(f"logit_bias={body['logit_bias']!r} must be an object with a number for each token")
     for name in handler._unused_fields & IGNORED_FIELDS.keys() & body.keys():
         if json.dumps(body[name]) not in ("null", *IGNORED_FIELDS[name]):
             raise ValueError(f"{name}={body[name]!r} is not supported; leave it out")

@@ -230,13 +230,14 @@ def _heads_first(
 
 
 def _zeros_like(operands: Operands) -> Operands:
-    """Gradients of the operands, all zero, in the dtype in which chunks are summed."""
+    """Gradients of the operands, all zero, in the dtype in which chunks are summed; None for masks, which have none."""
+    given = operands._replace(visible=None, added=None)
     zeros: dict[str, Any] = {
         name: torch.zeros_like(one, dtype=at_least_float32(one.dtype))
-        for name, one in operands._asdict().items()
+        for name, one in given._asdict().items()
         if one is not None
     }
-    return operands._replace(**zeros | {"visible": None, "added": None})
+    return given._replace(**zeros)
 
 
 def _as_given(grads: Operands, operands: Operands) -> list[Tensor]:

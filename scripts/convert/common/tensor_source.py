@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...common.checkpoint_files import read_weight_map, require_inside
-from ...common.errors import UserError, first_line
+from ...common.errors import REFUSED_PICKLE, UserError, first_line
 from ...common.safetensors_files import open_safetensors, read_header
 
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -139,9 +139,7 @@ def load_pickle(path: Path) -> dict[str, Tensor]:
         with warnings.catch_warnings(action="ignore"):  # of unusual pickles, which are either read or refused
             content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{path} is damaged, or a pickle that runs code, and was not opened; get the weights as safetensors"
-        ) from error
+        raise UserError(f"{path} is {REFUSED_PICKLE}; get the weights as safetensors") from error
     except Exception as error:  # a damaged file may end in any exception of the pickle format's many instructions
         raise UserError(f"{path} is truncated or no weight file: {first_line(error)}; copy or save it again") from error
     if not isinstance(content, dict) or not all(

@@ -77,7 +77,7 @@ def _write_class(kind: Preprocessor, source: Path, written: Path) -> Iterator[st
         return
     if _behaves_as(kind, written, theirs):
         return
-    _name_class(kind, source, written, theirs[0])
+    _name_class(kind, written, theirs[0])
     if not _behaves_as(kind, written, theirs):
         raise UserError(
             f"the {kind.word} in {source} is a {theirs[0]}, and beside a model of the new type it would behave "
@@ -89,7 +89,7 @@ def _write_default_class(kind: Preprocessor, source: Path, written: Path) -> Ite
     """Names the class that the model type of `source` stands for, where its files, which do not load, name none."""
     default = kind.default(read_config(source).get("model_type", ""))
     if default is not None and not _content(kind, source).get(kind.field):
-        _name_class(kind, source, written, default)
+        _name_class(kind, written, default)
     try:
         kind.behaviour(written)
     except Exception as error:  # for the same reasons
@@ -103,13 +103,13 @@ def _behaves_as(kind: Preprocessor, folder: Path, theirs: tuple[str, Any]) -> bo
         return False
 
 
-def _name_class(kind: Preprocessor, source: Path, written: Path, name: str) -> None:
-    write_json(written / kind.file, {**_content(kind, source), kind.field: name})
+def _name_class(kind: Preprocessor, written: Path, name: str) -> None:
+    write_json(written / kind.file, {**_content(kind, written), kind.field: name})
 
 
-def _content(kind: Preprocessor, source: Path) -> dict[str, Any]:
+def _content(kind: Preprocessor, folder: Path) -> dict[str, Any]:
     """The content of the file that may name the class; empty where there is none, or it holds something else."""
-    path = source / kind.file
+    path = folder / kind.file
     content = read_foreign_json(path) if path.exists() else {}
     return content if isinstance(content, dict) else {}
 

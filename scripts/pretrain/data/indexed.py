@@ -36,6 +36,8 @@ TOKEN_TYPES: dict[int, type[np.integer]] = {
     5: np.int64,
     8: np.uint16,
 }
+# How many entries of an index are checked at once; that of the Pile has some 150 million.
+BLOCK = 1 << 22
 # How much of a large `.bin` is read to recognize it and to look for tokens outside the vocabulary.
 PAGES, PAGE_BYTES = 256, 4096
 
@@ -63,7 +65,8 @@ class IndexedTokens:
         """Opens `NAME.idx` and `NAME.bin`, whichever of them is named.
 
         Raises:
-            UserError: a file is missing, of another format or version, or shorter than it says.
+            UserError: a file is missing, of another format or version, or shorter than it says, or the index does not
+                place one sequence after the other.
         """
         index, data = path.with_suffix(INDEX), path.with_suffix(DATA)
         for file in (index, data):
@@ -81,6 +84,7 @@ class IndexedTokens:
         end = int(pointers[-1]) + int(sizes[-1]) * width if count else 0
         if count == 0 or data.stat().st_size < end:
             raise UserError(f"{data} has {data.stat().st_size} bytes, and {index.name} describes {end}; copy it again")
+        _check_places(index, sizes, pointers, documents, width)
         # Torch warns of arrays that are read-only. Mode "c" (copy on write) makes this one writable, not its file.
         tokens: NDArray[np.integer] = np.memmap(data, dtype=dtype, mode="c", shape=(end // width,))
         return cls(index, sizes, pointers // width, documents, tokens)
@@ -116,12 +120,13 @@ class IndexedTokens:
         Raises:
             UserError: there is one in `sample`.
         """
-        largest = int(self.sample().max())
-        if largest >= len(tokenizer):
-            raise UserError(
-                f"{self.path.with_suffix(DATA)} holds the token {largest}, and the tokenizer has {len(tokenizer)}; "
-                "give the tokenizer that the data was made with"
-            )
+        sample = self.sample()
+        for token in (int(sample.max()), int(sample.min())):
+            if not 0 <= token < len(tokenizer):
+                raise UserError(
+                    f"{self.path.with_suffix(DATA)} holds the token {token}, and the tokenizer has {len(tokenizer)}; "
+                    "give the tokenizer that the data was made with"
+                )
 
 
 def _read_header(index: Path) -> tuple[type[np.integer], int, int]:
@@ -139,6 +144,34 @@ def _read_header(index: Path) -> tuple[type[np.integer], int, int]:
     if code not in TOKEN_TYPES:
         raise UserError(f"{index} has the data type {code}, which tokens cannot have; known are {sorted(TOKEN_TYPES)}")
     return TOKEN_TYPES[code], count, boundaries
+
+
+def _check_places(
+    index: Path,
+    sizes: NDArray[np.int32],
+    pointers: NDArray[np.int64],
+    documents: NDArray[np.int64],
+    width: int,
+) -> None:
+    """Raises UserError unless sequences follow each other without gaps, and documents are ranges of them.
+
+    Args:
+        sizes: `[sequences]` tokens of each.
+        pointers: `[sequences]` the byte at which each begins.
+        documents: `[documents + 1]`, see `IndexedTokens`.
+        width: bytes of a token.
+    """
+    fix = f"{index} is damaged: {{}}; copy it again, or make it anew"
+    if pointers[0] != 0:
+        raise UserError(fix.format(f"its first sequence begins at byte {pointers[0]}, not at 0"))
+    for begin in range(0, len(sizes), BLOCK):
+        block, following = sizes[begin : begin + BLOCK], pointers[begin + 1 : begin + 1 + BLOCK]
+        ends = pointers[begin : begin + BLOCK] + block.astype(np.int64) * width
+        if (block < 0).any() or (ends[: len(following)] != following).any():
+            span = f"{begin} to {begin + len(block) - 1}"
+            raise UserError(fix.format(f"among its sequences {span} one does not end where the next begins"))
+    if len(documents) and (documents[0] < 0 or documents[-1] > len(sizes) or (np.diff(documents) < 0).any()):
+        raise UserError(fix.format(f"its documents are not ranges of its {len(sizes)} sequences"))
 
 
 class IndexedSamples(Sequences):

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from ...common.atomic_file import partial_path, put_in_place, write_json
 from ...common.carried_memory import CarriedMemory
-from ...common.errors import UserError, first_line
+from ...common.errors import UserError, first_line, refusal_of
 from ..engines.interface import Engine
 from ..weight_average import WeightAverage
 from . import checksums
@@ -120,7 +120,8 @@ def load(
             if (file := random_state_file(path, process)).exists():
                 load_random_state(file, accelerator.device)
     except (pickle.UnpicklingError, SafetensorError, RuntimeError, ValueError, LookupError) as error:
-        raise UserError(f"cannot load the checkpoint {path}: {first_line(error)}; resume from another one") from error
+        reason = refusal_of(error) if isinstance(error, pickle.UnpicklingError) else first_line(error)
+        raise UserError(f"cannot load the checkpoint {path}: {reason}; resume from another one") from error
     memory.load(path, accelerator)
     return TrainingProgress(**read_state(path)["progress"])
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from dynattn.scripts.common.arguments import parse_arguments, read_yaml
+from dynattn.scripts.common.arguments import parse_arguments
 from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.common.yaml_files import read_yaml
 
 
 def read(text: str, folder: Path) -> Any:
@@ -65,6 +66,18 @@ def test_options_read_numbers_as_they_are_spelled(tmp_path: Path) -> None:
     path.write_text("revision: &one 1.10\nrate: 1e-3\nseeds: [01, 2]\nfields: {one: *one, rate: 1.10}")
     read = parse_arguments(Options, [str(path)], prog="test")
     assert read == Options(revision="1.10", rate=1e-3, seeds=[1, 2], fields={"one": 1.1, "rate": 1.1})
+
+
+def test_aliases_are_not_multiplied(tmp_path: Path) -> None:
+    """Each list stands for ten of the one before: 10^15 elements in all."""
+    path = tmp_path / "arguments.yaml"
+    lists = "".join(f"  a{i}: &a{i} [{f'*a{i - 1},' * 10}]\n" for i in range(1, 16))
+    path.write_text(f"fields:\n  a0: &a0 [1]\n{lists}seeds: *a15\n")
+    with pytest.raises(UserError, match="more than 100,000 values"):
+        parse_arguments(Options, [str(path)], prog="test")
+    path.write_text("seeds: &all [1, *all]")
+    with pytest.raises(UserError, match="more than 100,000 values"):
+        parse_arguments(Options, [str(path)], prog="test")
 
 
 def test_options_read_infinities_of_yaml(tmp_path: Path) -> None:

@@ -7,14 +7,39 @@ from pathlib import Path
 
 import pytest
 
-from dynattn.scripts.common.atomic_file import flush, put_in_place, without_nan, write_json, write_whole
-from dynattn.scripts.common.atomic_folder import staged_folder
+from dynattn.scripts.common.atomic_file import (
+    flush,
+    partial_path,
+    put_in_place,
+    without_nan,
+    write_json,
+    write_whole,
+)
+from dynattn.scripts.common.atomic_folder import MACHINE, recover, staged_folder
 
 
 def test_json_is_written_with_its_options_and_leaves_nothing_beside_it(tmp_path: Path):
     write_json(tmp_path / "a.json", {"b": tmp_path, "a": 1}, indent=1, sort_keys=True, default=str)
     assert (tmp_path / "a.json").read_text() == f'{{\n "a": 1,\n "b": {json.dumps(str(tmp_path))}\n}}\n'
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_link_under_the_name_of_the_unfinished_file_is_not_followed(tmp_path: Path):
+    (tmp_path / "precious.txt").write_text("precious")
+    partial_path(tmp_path / "a.txt").symlink_to("precious.txt")
+    write_whole(tmp_path / "a.txt", "new")
+    assert (tmp_path / "precious.txt").read_text() == "precious"
+    assert (tmp_path / "a.txt").read_text() == "new" and not (tmp_path / "a.txt").is_symlink()
+
+
+@pytest.mark.parametrize("kind", ["partial", "replaced"])
+def test_only_folders_are_taken_for_what_a_killed_process_left(kind: str, tmp_path: Path):
+    (tmp_path / "precious").mkdir()
+    link, file = (tmp_path / f".out.{kind}-{MACHINE}-{number}" for number in (3_999_998, 3_999_999))
+    link.symlink_to("precious")
+    file.touch()
+    recover(tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"precious", link.name, file.name}
 
 
 def test_what_is_no_number_becomes_null():

@@ -118,12 +118,23 @@ def test_files_of_marians_tokenizer_travel_and_keep_its_class_even_where_it_cann
 def test_a_damaged_tokenizer_configuration_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parent = save_llama(tmp_path / "parent")
     (parent / "tokenizer_config.json").write_text("[")
-    (parent / "tokenizer.json").write_text("{}")
-    convert_well("llama", parent, tmp_path / "ours", "--no-verify")  # no class is to be named
-    assert "the tokenizer was copied but does not load here" in capsys.readouterr().err
+    line = refusal(capsys, "llama", parent, tmp_path / "ours", "--no-verify")  # no class is to be named
+    assert f"{parent / 'tokenizer_config.json'} is not JSON" in line
     bart = save_encoder_decoder(tmp_path / "bart", "bart")
     (bart / "tokenizer_config.json").write_text("[")
     assert f"{bart / 'tokenizer_config.json'} is not JSON" in refusal(capsys, "bart", bart, tmp_path / "dcbart")
+
+
+def test_naming_a_class_brings_no_code_and_no_path_back(tmp_path: Path) -> None:
+    bart = save_encoder_decoder(tmp_path / "bart", "bart")
+    save_tokenizer(bart)
+    forget(bart / "tokenizer_config.json", "tokenizer_class")
+    elsewhere = {"auto_map": {"AutoTokenizer": [None, "evil/repo--evil.Tokenizer"]}, "name_or_path": "/home/me/bart"}
+    content = json.loads((bart / "tokenizer_config.json").read_text())
+    (bart / "tokenizer_config.json").write_text(json.dumps(content | elsewhere))
+    convert_well("bart", bart, tmp_path / "ours", "--no-verify")
+    written = json.loads((tmp_path / "ours" / "tokenizer_config.json").read_text())
+    assert "tokenizer_class" in written and not elsewhere.keys() & written.keys()
 
 
 def test_a_tokenizer_that_no_name_keeps_is_refused(

@@ -27,6 +27,8 @@ SMALL: dict[str, Any] = {
 }
 SECRET = "not of this checkpoint"
 INDEX = "model.safetensors.index.json"
+# Each list stands for ten of the one before: 10^9 elements in all.
+MULTIPLIED = "a0: &a0 [x]\n" + "\n".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 10}]" for i in range(1, 10))
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +78,38 @@ def test_code_that_a_tokenizer_names_neither_runs_nor_is_published(checkpoint: P
     )
     dynattn.DCFormerForCausalLM(dynattn.DCFormerConfig(**{**SMALL, "vocab_size": 300})).save_pretrained(checkpoint)
     save_tokenizer(checkpoint)
-    for name in ("tokenizer_config.json", "preprocessor_config.json"):
+    shutil.copy(elsewhere / "evil.py", checkpoint / "NOTICE.py")
+    code = {"auto_map": {"AutoTokenizer": [None, f"{elsewhere}--evil.Tokenizer"]}}
+    names = ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
+    for name in names:
         content = json.loads((checkpoint / name).read_text()) if (checkpoint / name).exists() else {}
-        auto_map = {"AutoTokenizer": [None, f"{elsewhere}--evil.Tokenizer"]}
-        (checkpoint / name).write_text(json.dumps({**content, "auto_map": auto_map}))
+        (checkpoint / name).write_text(json.dumps({**content, **code, "parts": [code]}))
+    edit_config(checkpoint, custom_pipelines={"text-generation": {"impl": f"{elsewhere}--evil.Pipeline"}})
     assert main(["publish", str(checkpoint), "--output", str(tmp_path / "published")]) == 0
-    assert not ran.exists()
-    for name in ("tokenizer_config.json", "preprocessor_config.json"):
-        assert "auto_map" not in json.loads((tmp_path / "published" / name).read_text())
+    assert not ran.exists() and not (tmp_path / "published" / "NOTICE.py").exists()
+    for name in (*names, "config.json"):
+        assert "evil" not in (tmp_path / "published" / name).read_text()
+
+
+def test_code_is_not_hidden_in_depth(checkpoint: Path, refused: Callable[..., str]) -> None:
+    """Transformers reads JSON of any depth."""
+    save_tokenizer(checkpoint)
+    dynattn.DCFormerForCausalLM(dynattn.DCFormerConfig(**{**SMALL, "vocab_size": 300})).save_pretrained(checkpoint)
+    file = checkpoint / "tokenizer_config.json"
+    hidden = f'"auto_map": {{"AutoTokenizer": [null, "a.B"]}}, "note": {"[" * 70 + "]" * 70}'
+    file.write_text(file.read_text().replace("{", f"{{{hidden},", 1))
+    assert "tokenizer_config.json is nested more than 64 levels deep" in refused()
+
+
+def test_names_of_files_do_not_command_the_terminal(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkpoint / "junk\x1b]0;title\x07").touch()
+    (checkpoint / "LICENSE\x1b[2J\nwritten     x").touch()
+    assert main(["publish", str(checkpoint), "--output", str(tmp_path / "published"), "--no_verify"]) == 0
+    printed = "".join(capsys.readouterr())
+    assert r"junk\x1b]0;title\x07" in printed and r"LICENSE\x1b[2J\nwritten     x" in printed
+    assert "\x1b" not in printed and "\x07" not in printed
 
 
 def test_links_of_the_cache_of_the_hub(original: Path, tmp_path: Path) -> None:
@@ -202,6 +228,7 @@ def test_a_card_of_hostile_names_is_valid(checkpoint: Path, tmp_path: Path) -> N
         ("a: !!python/object/apply:os.mkdir [EXECUTED]", "no model card"),
         ("- a", "no model card"),
         ("model-index: 3", "no model card"),
+        (MULTIPLIED, "more than 100,000 values"),
     ],
     ids=lambda value: value[:20],
 )

@@ -85,6 +85,10 @@ def test_lines_that_are_no_text_are_left_out(tmp_path: Path):
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b"\n\xff\xfe\x00damaged\n7\n[]\nnull\n{}\n" + b'{"step": "3", "split": 1}\n')
         file.write(b'{"step": 9, "split": "train", "loss": "NaN", "grad_norm": true}\n')
+        huge = b"1" + b"0" * 400
+        file.write(b'{"step": 9, "split": "train", "loss": %b}\n{"step": %b, "split": "train"}\n' % (huge, huge))
+        file.write(b"[" * 100_000 + b"\n")
+    (run / "result.json").write_bytes(b"[" * 100_000)
     assert main(["report", str(run)]) == 0
     assert "run, validation" in Page((run / "report.html").read_text()).texts
 

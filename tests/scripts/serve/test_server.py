@@ -127,6 +127,7 @@ def test_a_malformed_request_is_told_so(port: int, composed: tuple[PreTrainedMod
         ({"logit_bias": {"5": 1}}, "asks for sequence_bias={(5,): 1.0}, and all requests"),
         ({"logit_bias": {"5000": 1.0}}, "which is no sequence of tokens of the vocabulary"),
         ({"n": 2}, "n=2 is not supported"),
+        ({"logit_bias": 5}, "logit_bias=5 must be an object"),
         ({"logprobs": True}, "logprobs=True is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format={'type': 'json_object'} is not supported"),
         ({"messages": [{"role": "nobody", "content": "hello"}]}, "the chat template: nobody speaks"),

@@ -49,7 +49,9 @@ def _spread(factor: Tensor, groups: int, parts: int) -> Tensor:
 
 def split_heads(rows: Tensor, groups: int) -> Tensor:
     """Returns `[B, H, T, D]` as `[B * groups, H / groups, T, D]`; key heads that several groups share are repeated."""
-    rows = rows.repeat_interleave(groups // math.gcd(groups, rows.shape[1]), dim=1)
+    repeats = groups // math.gcd(groups, rows.shape[1])
+    if repeats > 1:  # `repeat_interleave` copies in any case
+        rows = rows.repeat_interleave(repeats, dim=1)
     return rows.unflatten(1, (groups, -1)).flatten(0, 1)
 
 

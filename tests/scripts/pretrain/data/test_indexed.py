@@ -12,6 +12,7 @@ from cases.training import curve, killed_run, run
 from dynattn.modeling.ops.chunked_loss import IGNORED
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain.arguments import PretrainArguments
+from dynattn.scripts.pretrain.data import indexed
 from dynattn.scripts.pretrain.data.documents import load_documents
 from dynattn.scripts.pretrain.data.indexed import IndexedSamples, IndexedTokens
 from dynattn.scripts.pretrain.data.opening import _as_sequences
@@ -166,6 +167,39 @@ def test_a_wrong_index_is_refused_by_name(kind: str, message: str, tmp_path: Pat
     damage(index, kind)
     with pytest.raises(UserError, match=f"data.idx.*{message}"):
         IndexedTokens.open(index)
+
+
+@pytest.mark.parametrize(
+    ("array", "entry", "value", "message"),
+    [
+        ("pointers", 0, 1, "first sequence begins at byte 1"),
+        ("pointers", 1, 7, "among its sequences 0 to 2 one does not end where the next begins"),
+        ("sizes", 1, -3, "among its sequences"),
+        ("sizes", 2, -3, "among its sequences"),
+        ("documents", 3, 10**6, "documents are not ranges of its 3 sequences"),
+        ("documents", 0, -1, "documents are not ranges"),
+        ("documents", 1, 3, "documents are not ranges"),
+    ],
+)
+@pytest.mark.parametrize("block", [2, 1 << 20])
+def test_a_damaged_index_is_refused(
+    array: str, entry: int, value: int, message: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    index = write_indexed(tmp_path / "data", [[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    monkeypatch.setattr(indexed, "BLOCK", block)
+    places = {"sizes": (np.int32, 34), "pointers": (np.int64, 34 + 4 * 3), "documents": (np.int64, 34 + 12 * 3)}
+    dtype, first = places[array]
+    raw = bytearray(index.read_bytes())
+    np.frombuffer(raw, dtype, entry + 1, first)[entry] = value
+    index.write_bytes(raw)
+    with pytest.raises(UserError, match=message if block > 3 else message.replace("0 to 2", "[01] to [12]")):
+        IndexedTokens.open(index)
+
+
+def test_negative_tokens_are_refused(samples: Path, tokenizer: Path, tmp_path: Path):
+    negative = write_indexed(tmp_path / "negative", [[5] * LENGTH + [-7]] * 4, dtype=np.int32)
+    with pytest.raises(UserError, match="holds the token -7, and the tokenizer has 257"):
+        run(tmp_path / "run", negative, **options(negative, tokenizer))
 
 
 def test_tokens_that_are_missing_or_of_another_tokenizer_are_refused(samples: Path, tokenizer: Path, tmp_path: Path):
