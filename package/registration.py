@@ -59,10 +59,16 @@ def register_models(modeling_auto: ModuleType) -> None:
 
 
 def name_lora_targets(constants: ModuleType) -> None:
-    """Adds the layers that LoRA adapts to PEFT's table, which has them for Transformers' own families."""
-    for family in FAMILIES.values():
-        targets = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-        targets.setdefault(family.model_type, list(family.lora_targets))
+    """Adds the layers that LoRA adapts to PEFT's tables, which have them for Transformers' own families.
+
+    Every method has a table of its own; some of them adapt other layers.
+    """
+    tables = [table for name, table in vars(constants).items() if name.endswith("_TARGET_MODULES_MAPPING")]
+    as_lora = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING["llama"]
+    for targets in tables:
+        if targets.get("llama") == as_lora:
+            for family in FAMILIES.values():
+                targets.setdefault(family.model_type, list(family.lora_targets))
 
 
 def keep_code(portable_config: ModuleType) -> None:

@@ -9,6 +9,7 @@ from transformers.utils.import_utils import is_tracing
 
 from ..ops.chunked_loss import IGNORED
 from ..ops.dtypes import at_least_float32
+from ..ops.modes import are_transforms_active
 from .decoder_inputs import is_complete_mask
 
 
@@ -85,7 +86,7 @@ def problem_type_of(labels: Tensor, config: PreTrainedConfig) -> str:
 
 def _check_range(labels: Tensor, count: int) -> None:
     """Raises ValueError if classes on a CPU are not among `count`; -100 stands for none."""
-    if labels.device.type != "cpu" or is_tracing(labels):
+    if labels.device.type != "cpu" or is_tracing(labels) or are_transforms_active():
         return
     wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= count))]
     if len(wrong):

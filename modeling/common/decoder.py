@@ -20,6 +20,7 @@ from .decoder_inputs import (
     refuse_later_tokens,
 )
 from .family_model import FamilyPreTrainedModel
+from .layer_types import typed_layers
 
 
 class DecoderPreTrainedModel(FamilyPreTrainedModel):
@@ -86,9 +87,7 @@ class DecoderBody:
         hidden_states, layer_arguments = self.layer_inputs(given, inputs)
         implementation = implementation_for(self.config, kwargs)
         passed = named_cache(inputs.past_key_values) | kwargs  # which may hold the paged cache of a serving engine
-        # `generate(assistant_early_exit=n)` drafts with the first layers: it changes `num_hidden_layers` for a while.
-        layer_types = self.config.layer_types[: self.config.num_hidden_layers]
-        for layer, layer_type in zip(self.layers, layer_types, strict=False):
+        for layer, layer_type in typed_layers(self.layers, self.config):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=inputs.masks[layer_type],

@@ -192,12 +192,14 @@ def new_columns(attention_mask: Tensor, cache: Cache | None, length: int) -> Ten
 def mask_beside_borders(attention_mask: Any) -> Any:
     """The caller's mask beside `cu_seq_lens`: a mask `[B, S]` must hide nothing and is dropped.
 
+    Values cannot be read while tracing; the mask is then taken to hide nothing.
+
     Raises:
         ValueError: a mask `[B, S]` hides tokens.
     """
     if attention_mask is None or is_complete_mask(attention_mask):
         return attention_mask
-    if not attention_mask.all():
+    if not is_tracing(attention_mask) and not attention_mask.all():
         raise ValueError(
             f"attention_mask hides {int((attention_mask == 0).sum())} tokens of documents packed by cu_seq_lens; drop "
             "those tokens from the row, or make a document of them"

@@ -14,17 +14,13 @@ from transformers.utils.output_capturing import capture_outputs
 from ..caches.names import NEW_NAME, OLD_NAME
 from ..layers.attention_interface import implementation_for
 from .decoder_inputs import check_attention_mask, check_position_ids, check_tokens, mask_beside_borders
+from .layer_types import layer_types_of, typed_layers
 from .packed_documents import packed_starts, same_document, starts_by_borders
 
 BIDIRECTIONAL_MASK_MAKERS: dict[str, Callable[..., Any]] = {
     "full_attention": create_bidirectional_mask,
     "sliding_attention": create_bidirectional_sliding_window_mask,
 }
-
-
-def layer_types_of(config: PreTrainedConfig) -> list[str]:
-    """The type of each layer; families without windows have no `layer_types`, and all their layers see everything."""
-    return getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
 
 
 def bidirectional_masks(
@@ -99,7 +95,7 @@ class EncoderLayers:
         check_attention_mask(attention_mask, hidden_states, None, exact=True)
         masks = bidirectional_masks(self.config, hidden_states, attention_mask, position_ids)
         implementation = implementation_for(self.config, kwargs)
-        for layer, layer_type in zip(self.layers, layer_types_of(self.config), strict=True):
+        for layer, layer_type in typed_layers(self.layers, self.config):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=masks[layer_type],

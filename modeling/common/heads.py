@@ -185,6 +185,8 @@ class SequenceClassificationHead(GenericForSequenceClassification):
 
     base_class: ClassVar[type[nn.Module]]
     post_init: Callable[[], None]
+    # The loss is a mean over the batch, so that with gradient accumulation the Trainer has to divide it.
+    accepts_loss_kwargs = False
 
     def __init__(self, config: Any) -> None:
         super(GenericForSequenceClassification, self).__init__(config)  # type: ignore[call-arg]
@@ -199,6 +201,7 @@ class TokenClassificationHead(GenericForTokenClassification):
 
     base_class: ClassVar[type[nn.Module]]
     post_init: Callable[[], None]
+    accepts_loss_kwargs = False  # as in `SequenceClassificationHead`
 
     def __init__(self, config: Any) -> None:
         super(GenericForTokenClassification, self).__init__(config)  # type: ignore[call-arg]

@@ -88,7 +88,8 @@ def unpack(packed: Cache, cache: Cache, places: Tensor) -> None:
 
 def _rows(states: Tensor, places: Tensor) -> Tensor:
     """The tokens at `places` `[B, T]` of `states` `[N, H, T, D]`, counted through all rows, as `[B, H, T, D]`."""
-    return states.transpose(1, 2).flatten(0, 1)[places].transpose(1, 2)
+    length = states.shape[2]
+    return states[places // length, :, places % length].transpose(1, 2)
 
 
 def first_fit(lengths: Sequence[int], room: int) -> tuple[Tensor, Tensor]:

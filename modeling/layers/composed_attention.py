@@ -17,7 +17,7 @@ from ..positions.carope import ContentRotary, last_phases, pack_phases
 from ..positions.rotary import rotate
 from .attention_interface import eager_attention_forward
 from .differential_heads import DifferentialHeads
-from .head_composition import make_generators
+from .head_composition import PackedFactors, make_generators
 from .rms_norm import RMSNorm
 
 
@@ -99,7 +99,7 @@ class ComposedAttention(nn.Module):
         Raises:
             ValueError: `output_attentions` is among `kwargs`, and the implementation returned no maps.
         """
-        factors = self.composition(hidden_states) if self.composition is not None else {}
+        factors = self.composition(hidden_states) if self.composition is not None else PackedFactors()
         if key_value_states is not None:
             query = self._heads(self.q_proj, hidden_states, self.q_norm)
             key, value, factors = self._read_source(key_value_states, past_key_values, factors)
@@ -135,8 +135,8 @@ class ComposedAttention(nn.Module):
             output = self.differential.normalize(output)
         return self.o_proj(output.flatten(2)), weights
 
-    def assemble(self, factors: dict[str, Tensor]) -> tuple[Composition | None, Composition | None]:
-        """Returns (pre, post) from packed factors, as `DynamicComposition.assemble` does; see there for shapes.
+    def assemble(self, factors: PackedFactors) -> tuple[Composition | None, Composition | None]:
+        """Returns (pre, post) from packed factors, as `DynamicComposition.assemble` does.
 
         With differential heads, `post` also subtracts the probabilities of each pair.
         """
@@ -195,8 +195,8 @@ class ComposedAttention(nn.Module):
         return heads if position_embeddings is None else rotate(heads, *position_embeddings)
 
     def _read_source(
-        self, source: Tensor, past_key_values: EncoderDecoderCache | None, factors: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        self, source: Tensor, past_key_values: EncoderDecoderCache | None, factors: PackedFactors
+    ) -> tuple[Tensor, Tensor, PackedFactors]:
         """Keys and values `[B, H_kv, S, D]` of `source` `[B, S, E]`, and `factors` with those of the key side added.
 
         They are computed in the first step of a generation and then read from the cache. A static cache may be longer
@@ -207,22 +207,22 @@ class ComposedAttention(nn.Module):
             key, value = read_layer(cache, self.layer_idx, source.device)
             if self.key_composition is not None:
                 layer: Any = cache.layers[self.layer_idx]
-                factors = factors | {"key": layer.factors.keys.to(source.device)}
+                factors = factors.with_key(layer.factors.keys.to(source.device))
         else:
             if self.key_composition is not None:
-                factors = factors | self.key_composition(source)
+                factors = factors.with_key(self.key_composition(source).key)
             key, value = self._heads(self.k_proj, source, self.k_norm), self._heads(self.v_proj, source)
             key, value, factors = self._update_cache(key, value, factors, cache)
             if past_key_values is not None:
                 past_key_values.is_updated[self.layer_idx] = True
         length = source.shape[1]
-        if "key" in factors:
-            factors = factors | {"key": factors["key"][:, :, :length]}
+        if factors.key is not None:
+            factors = factors.with_key(factors.key[:, :, :length])
         return key[:, :, :length], value[:, :, :length], factors
 
     def _update_cache(
-        self, key: Tensor, value: Tensor, factors: dict[str, Tensor], cache: Cache | None, phases: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        self, key: Tensor, value: Tensor, factors: PackedFactors, cache: Cache | None, phases: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, PackedFactors]:
         """Appends keys and values `[B, H_kv, T, D]` and key factors to the cache; returns those of all tokens in it.
 
         The cache has no place for `phases` `[B, H_kv, T, D / 2]`, so they become further channels of the keys, also of
@@ -233,9 +233,9 @@ class ComposedAttention(nn.Module):
         (key,) = autocast(key)  # norms and rotations make it float32, but a cache keeps keys in the dtype of values
         if phases is not None:
             key = pack_phases(key, phases)
-        if "key" in factors:
-            key, (value, key_factors) = cache.update(key, value, self.layer_idx, factors["key"])
-            return key, value, factors | {"key": key_factors}
+        if factors.key is not None:
+            key, (value, key_factors) = cache.update(key, value, self.layer_idx, factors.key)
+            return key, value, factors.with_key(key_factors)
         return *cache.update(key, value, self.layer_idx), factors
 
 

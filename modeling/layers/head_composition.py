@@ -1,6 +1,7 @@
 """The generator of the factors with which a layer composes its attention heads."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,21 @@ from transformers.activations import ACT2FN
 
 from ..ops.dcmha.composition import Composition, unpack_factors
 from .rms_norm import rms_normalize
+
+
+class PackedFactors(NamedTuple):
+    """What `DynamicComposition` generates; a side that the configuration does not compose is None.
+
+    It is a tuple because PyTorch calls full backward hooks only for modules that return tensors or tuples of them.
+    """
+
+    query: Tensor | None = None  # [B, P * terms, T, H]
+    key: Tensor | None = None  # [B, P * terms, S, H]
+    static: Tensor | None = None  # [P, G, H/G, H/G]
+
+    def with_key(self, key: Tensor | None) -> "PackedFactors":
+        """The same, with the factors `[B, P * terms, S, H]` of other keys."""
+        return PackedFactors(self.query, key, self.static)
 
 
 class DynamicComposition(nn.Module):
@@ -71,14 +87,13 @@ class DynamicComposition(nn.Module):
         """Number of terms of one component: `2R` factors and a gate, as far as they are switched on."""
         return 2 * self.rank + int(self.has_gate)
 
-    def forward(self, hidden_states: Tensor) -> dict[str, Tensor]:
+    def forward(self, hidden_states: Tensor) -> PackedFactors:
         """Returns the packed factors of each side, `[B, P * terms, T, H]`, from `hidden_states` `[B, T, E]`.
 
         With them, as `static`, comes `static_weight`: a module whose weights are offloaded has them only in this call.
         """
-        static: dict[str, Tensor] = {} if self.static_weight is None else {"static": self.static_weight}
         if not self.sides:
-            return static
+            return PackedFactors(static=self.static_weight)
         packed = []
         if self.factor_weight is not None:
             packed += [self._low_rank_factors(hidden_states)]
@@ -88,13 +103,11 @@ class DynamicComposition(nn.Module):
             packed += [gates.permute(0, 3, 1, 2, 4).flatten(3)[:, :, None]]  # [B, C, 1, T, H]
         factors = torch.cat(packed, dim=2)  # [B, C, terms, T, H]
         factors = factors.unflatten(1, (len(self.stages), len(self.sides)))
-        return static | {side: factors[:, :, index].flatten(1, 2) for index, side in enumerate(self.sides)}
+        sides = {side: factors[:, :, index].flatten(1, 2) for index, side in enumerate(self.sides)}
+        return PackedFactors(**sides, static=self.static_weight)
 
-    def assemble(self, factors: dict[str, Tensor]) -> tuple[Composition | None, Composition | None]:
-        """Returns (pre, post) for `dcmha_attention` from what `forward` returned for queries and for keys.
-
-        Query factors are `[B, P * terms, T, H]` and key factors `[B, P * terms, S, H]`.
-        """
+    def assemble(self, factors: PackedFactors) -> tuple[Composition | None, Composition | None]:
+        """Returns (pre, post) for `dcmha_attention` from what `forward` returned for queries and for keys."""
         by_stage = {stage: self._unpack(index, factors) for index, stage in enumerate(self.stages)}
         return by_stage.get("pre"), by_stage.get("post")
 
@@ -110,12 +123,14 @@ class DynamicComposition(nn.Module):
         down, up = factors.split(self.rank, dim=2)
         return torch.cat([rms_normalize(down, self.eps), up], dim=2).flatten(4)
 
-    def _unpack(self, stage: int, factors: dict[str, Tensor]) -> Composition:
-        """The composition of one stage, from the packed factors `[B, P * terms, T or S, H]` of each side."""
+    def _unpack(self, stage: int, factors: PackedFactors) -> Composition:
+        """The composition of one stage."""
         terms = slice(stage * self.num_terms, (stage + 1) * self.num_terms)
-        sides = {name: packed for name, packed in factors.items() if name != "static"}
-        packed = {side: stages[:, terms].transpose(1, 2) for side, stages in sides.items()}  # [B, T or S, terms, H]
-        static = torch.block_diag(*factors["static"][stage]) if "static" in factors else None
+        sides = {"query": factors.query, "key": factors.key}
+        packed = {  # [B, T or S, terms, H]
+            name: side[:, terms].transpose(1, 2) for name, side in sides.items() if side is not None
+        }
+        static = None if factors.static is None else torch.block_diag(*factors.static[stage])
         return unpack_factors(packed, static, self.groups)
 
 

@@ -59,10 +59,13 @@ def refuse_second_derivatives(ctx: Any, *grads: Any) -> NoReturn:
 
 def _is_transformed() -> bool:
     """Whether a function transform or a level of forward-mode derivatives is active."""
-    return _are_transforms_active() or forward_ad._current_level >= 0
+    return are_transforms_active() or forward_ad._current_level >= 0
 
 
 @torch.compiler.assume_constant_result
-def _are_transforms_active() -> bool:
-    """A constant for `torch.compile`, which asks while it traces and traces again when other transforms are active."""
+def are_transforms_active() -> bool:
+    """Whether a function transform of `torch.func` is active.
+
+    A constant for `torch.compile`, which asks while it traces and traces again when other transforms are active.
+    """
     return torch._C._are_functorch_transforms_active()

@@ -8,8 +8,10 @@ configuration gives the width of rows that also hold composition factors, and it
 
 import copy
 import functools
+import threading
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -88,6 +90,10 @@ class ServedModel:
 class ComposedBatchingManager(ContinuousBatchingManager):
     """Transformers' manager, a thread that batches requests, for a `ServedModel`."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.making_cache = threading.Lock()
+
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Does nothing, so that the implementation of attention stays; Transformers would choose one of its own."""
 
@@ -126,10 +132,16 @@ class ComposedBatchingManager(ContinuousBatchingManager):
             served.model._cached_continuous_batching_manager = kept
 
     def _make_cache(self) -> PagedAttentionCache:
-        """Makes the cache, unless it is there, and returns it."""
-        if self.batch_processor is None:
-            self.batch_processor = self._create_batch_processor()
-        return self.batch_processor.cache
+        """Makes the cache, unless it is there, and returns it.
+
+        Several threads may add the first requests. The size of the cache depends on the free memory of the current
+        device, which need not be the model's.
+        """
+        weights = next(self.model.parameters())
+        with self.making_cache, torch.cuda.device_of(weights):
+            if self.batch_processor is None:
+                self.batch_processor = self._create_batch_processor()
+            return self.batch_processor.cache
 
 
 def start_batching(

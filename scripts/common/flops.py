@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dynattn.families import FAMILIES, Family, family_of
-from dynattn.modeling.common.encoder import layer_types_of
 from dynattn.modeling.common.encoder_heads import PooledClassificationHead
+from dynattn.modeling.common.layer_types import layer_types_of
 from dynattn.modeling.layers.head_composition import DynamicComposition
 from dynattn.modeling.layers.headwise_conv import HeadwiseConv
 from dynattn.modeling.layers.image_embeddings import ImageEmbeddings

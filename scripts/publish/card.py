@@ -132,7 +132,7 @@ def _read_card(path: Path) -> ModelCard:
     try:
         text = path.read_text(encoding="utf-8-sig")
         if (block := REGEX_YAML_BLOCK.search(text)) is not None:
-            check_size(yaml.compose(block[2]))
+            check_size(yaml.compose(block[2]) or yaml.ScalarNode("", ""))
         card = ModelCard(text if text.lstrip().startswith("---") else f"---\n{{}}\n---\n{text}")
     except (ValueError, TypeError, AttributeError, OSError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path} is no model card that the Hub accepts: {last_line(error)}") from error

@@ -48,7 +48,7 @@ FAST = [
     ("rcmha", "padded"),
     ("rcmha", "packed"),
 ]
-pytestmark = pytest.mark.parametrize(
+every_call = pytest.mark.parametrize(
     ("family", "given"),
     [
         pytest.param(family, given, id=f"{family}-{way}", marks=[pytest.mark.slow] * ((family, way) not in FAST))
@@ -56,6 +56,10 @@ pytestmark = pytest.mark.parametrize(
         for way, given in GIVEN.items()
     ],
 )
+
+
+# Beside a mask, as collators that flatten batches give it; for one row.
+BORDERS = {"cu_seq_lens_q": torch.tensor([0, 15, 30, 40]), "attention_mask": torch.ones(1, 40, dtype=torch.long)}
 
 
 @pytest.fixture(autouse=True)
@@ -68,11 +72,14 @@ def make(family: str, layers: int = len(LAYERS)) -> PreTrainedModel:
     return FAMILIES[family](num_hidden_layers=layers, layer_types=LAYERS[:layers]).train()
 
 
-def learn(model: PreTrainedModel, given: dict[str, Tensor], skip_logits: bool = False) -> list[Tensor]:
-    loss = model(IDS, **given, labels=IDS, use_cache=False, skip_logits=skip_logits).loss
+def learn(
+    model: PreTrainedModel, given: dict[str, Tensor], skip_logits: bool = False, ids: Tensor = IDS
+) -> list[Tensor]:
+    loss = model(ids, **given, labels=ids, use_cache=False, skip_logits=skip_logits).loss
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
+@every_call
 def test_a_model_is_one_graph(family: str, given: dict[str, Tensor]) -> None:
     model = make(family, layers=2)  # one of each kind
     graphs = CompileCounterWithBackend("eager")
@@ -81,6 +88,16 @@ def test_a_model_is_one_graph(family: str, given: dict[str, Tensor]) -> None:
     torch.testing.assert_close(found, learn(model, given))
 
 
+def test_borders_of_documents_break_no_graph() -> None:
+    model = make("dcformer", layers=2)
+    graphs = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    found = learn(compiled, BORDERS, ids=IDS[:1])  # type: ignore[arg-type]
+    assert graphs.frame_count == 1
+    torch.testing.assert_close(found, learn(model, BORDERS, ids=IDS[:1]))
+
+
+@every_call
 def test_blocks_are_compiled_once_for_each_kind_of_layer(family: str, given: dict[str, Tensor]) -> None:
     model = make(family)
     expected = learn(model, given)
@@ -92,6 +109,7 @@ def test_blocks_are_compiled_once_for_each_kind_of_layer(family: str, given: dic
 
 
 @pytest.mark.slow
+@every_call
 def test_a_compiled_model_learns_the_same(family: str, given: dict[str, Tensor]) -> None:
     model = make(family)
     expected = learn(model, given, skip_logits=True)

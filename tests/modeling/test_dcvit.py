@@ -89,6 +89,22 @@ def test_recomputed_layers_give_the_same_gradients() -> None:
         torch.testing.assert_close(gradients[1][name], gradient, atol=1e-12, rtol=0)
 
 
+def test_gradients_of_each_example_alone() -> None:
+    """By transforms of functions, which cannot read the values of labels to check them."""
+    model = make_model()
+    pixels = images(2, 3, *model.config.image_shape)
+    labels = torch.tensor([0, 2])
+
+    def loss(weights: dict[str, Tensor], pixels: Tensor, labels: Tensor) -> Tensor:
+        return torch.func.functional_call(model, weights, (pixels[None],), {"labels": labels[None]}).loss
+
+    weights = dict(model.named_parameters())
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weights, pixels, labels)
+    for index in range(2):
+        alone = torch.autograd.grad(loss(weights, pixels[index], labels[index]), list(weights.values()))
+        torch.testing.assert_close([grads[index] for grads in found.values()], list(alone))
+
+
 @torch.no_grad()
 def test_hidden_states_and_composed_maps_can_be_asked_for() -> None:
     model = make_model()

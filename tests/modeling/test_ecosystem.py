@@ -1,5 +1,6 @@
 """Adapters, compiled training and replaced linear layers leave the composition as it is."""
 
+import copy
 import logging
 from pathlib import Path
 
@@ -7,13 +8,14 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from cases.models import make_model
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, VeraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from dynattn import mixer_fields
 from dynattn.families import FAMILIES, Family
+from dynattn.modeling.layers.head_composition import DynamicComposition
 from dynattn.modeling.ops.sdpa import plain_attention
 
 IDS = torch.randint(0, 97, (4, 14), generator=torch.Generator().manual_seed(7))
@@ -50,6 +52,49 @@ def test_lora_knows_which_layers_to_adapt(family: Family) -> None:
     adapted = get_peft_model(model, LoraConfig(r=2))
     targets = {name.split(".")[-4] for name, p in adapted.named_parameters() if p.requires_grad}
     assert targets == {"q_proj", "v_proj"}
+
+
+def test_other_adapters_of_the_same_layers_know_them_too() -> None:
+    adapted = get_peft_model(make_model(), VeraConfig(r=2))
+    assert adapted.peft_config["default"].target_modules == {"q_proj", "v_proj"}
+
+
+@pytest.mark.parametrize("family", ["dcformer", "dcmodernbert"])
+def test_layers_that_are_added_run_only_with_their_types(family: str) -> None:
+    known = FAMILIES[family]
+    config = known.load_config_class().from_size("tiny", num_hidden_layers=2, vocab_size=97, pad_token_id=None)
+    model = known.load_model_class("AutoModel")(config).eval()
+    before = model(IDS)[0]
+    model.layers.extend(copy.deepcopy(list(model.layers)))
+    model.config.num_hidden_layers = 4
+    with pytest.raises(ValueError, match="layer_types in the configuration has 2 entries for 4 layers"):
+        model(IDS)
+    model.config.layer_types = [*model.config.layer_types, *model.config.layer_types]
+    assert not torch.allclose(model(IDS)[0], before)
+
+
+@pytest.mark.parametrize("name", ["dcformer", "dcbart", "dcvit"])
+def test_backward_hooks_see_the_composition(name: str) -> None:
+    family, seen = FAMILIES[name], set()
+    model = family.load_model_class(family.main_auto_class)(family.load_config_class().from_size("tiny"))
+    generators = {name: module for name, module in model.named_modules() if isinstance(module, DynamicComposition)}
+    for path, generator in generators.items():
+        generator.register_full_backward_hook(lambda *_, path=path: seen.add(path))
+    given = {"input_ids": IDS[:1], "decoder_input_ids": IDS[1:2]} if name == "dcbart" else {"input_ids": IDS}
+    if name == "dcvit":
+        given = {"pixel_values": torch.randn(1, 3, *model.config.image_shape)}
+    model(**given)[0].sum().backward()
+    assert seen == set(generators)
+
+
+@pytest.mark.parametrize("auto_class", ["AutoModelForSequenceClassification", "AutoModelForTokenClassification"])
+def test_the_trainer_divides_a_classifiers_loss_by_the_number_of_accumulated_batches(
+    auto_class: str, tmp_path: Path
+) -> None:
+    known = FAMILIES["dcformer"]
+    config = known.load_config_class().from_size("tiny", vocab_size=97, num_labels=3)
+    trainer = Trainer(known.load_model_class(auto_class)(config), TrainingArguments(str(tmp_path), report_to=[]))
+    assert not trainer.model_accepts_loss_kwargs
 
 
 def test_a_push_without_code_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -44,6 +44,7 @@ AREAS = {
         "tests/modeling/caches/test_composed_cache.py",
         "tests/modeling/test_ladder.py::test_generation_agrees_with_the_model_without_a_cache",
     ),
+    "compiled": ("tests/modeling/test_compile.py",),
     "equal to Transformers": ("tests/modeling/test_plain_equality.py",),
     "publishing": (
         "tests/package/test_remote_code.py",

@@ -122,8 +122,8 @@ def test_dropped_gates_and_hidden_activations_scale_as_dropout_does() -> None:
     generator = DynamicComposition(make_config(compose_dropout=0.5, compose_low_rank=False)).double()
     init_composition(generator, scale=30.0)
     x = torch.randn(B, T, E, dtype=torch.float64)
-    kept = generator.eval()(x)["query"]
-    dropped = generator.train()(x)["query"]
+    kept = generator.eval()(x).query
+    dropped = generator.train()(x).query
     zero = dropped == 0
     assert zero.any() and not zero.all()
     torch.testing.assert_close(dropped[~zero], 2 * kept[~zero])

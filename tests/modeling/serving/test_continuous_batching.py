@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -285,6 +286,21 @@ def test_requests_are_checked_against_the_cache_also_before_the_start_and_not_af
     assert len(results(manager, 1)[name].generated_tokens) == 45
     manager.stop()
     assert manager.add_request(prompt) is None and manager.batch_processor is None
+
+
+def test_threads_that_add_the_first_requests_share_one_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = make_model(**FULL).init_continuous_batching(GREEDY, ContinuousBatchingConfig(**SETTINGS))
+    create, made = manager._create_batch_processor, []
+
+    def create_slowly() -> Any:
+        made.append(threading.get_ident())
+        time.sleep(0.2)
+        return create()
+
+    monkeypatch.setattr(manager, "_create_batch_processor", create_slowly)
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(lambda name: manager.add_request([5, 6], name, max_new_tokens=2), "ab"))
+    assert len(made) == 1
 
 
 def test_an_answer_without_a_limit_ends_with_the_positions() -> None:

@@ -153,7 +153,9 @@ def query_chunks(structure: Structure, item: Item, composer: ChunkComposer, buff
             continue
         maps = memory[:, : _length(queries) * heads * _length(keys)].view(-1, _length(queries), heads, _length(keys))
         mask = None if item.mask is None else part_of_mask(item.mask, queries, keys)
-        first_keys = None if item.first_keys is None else (item.first_keys[queries] - keys.start).to(item.query.device)
+        first_keys = None if item.first_keys is None else item.first_keys[queries] - keys.start
+        if first_keys is not None:
+            first_keys = first_keys.to(item.query.device, non_blocking=True)  # else a device would be waited for
         visibility = ChunkVisibility(structure, queries, keys, mask, first_keys)
         yield QueryChunk(visibility, list(maps), composer if _length(queries) == most else STEPWISE)
 

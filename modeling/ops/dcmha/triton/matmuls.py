@@ -58,15 +58,14 @@ class CublasMatmuls(Matmuls):
     def __init__(self, work: Workspace, inputs: MapInputs, grad_output: Tensor | None = None) -> None:
         self.work, self.kv_heads, width = work, inputs.key.shape[1], inputs.query.shape[3]
         # Rows that are contiguous by head need no copy in each chunk.
-        self.query = padded(inputs.query, 2, work.queries).contiguous()
-        self.key, self.value = (
-            padded(rows, 2, work.keys).contiguous().flatten(0, 1) for rows in (inputs.key, inputs.value)
-        )
-        self.score_query, self.score_key = self.query.to(work.score_dtype), self.key.to(work.score_dtype)
+        query = padded(inputs.query, 2, work.queries).contiguous()
+        key, self.value = (padded(rows, 2, work.keys).contiguous().flatten(0, 1) for rows in (inputs.key, inputs.value))
+        self.score_query, self.score_key = query.to(work.score_dtype), key.to(work.score_dtype)
         if grad_output is None:
             # Contiguous by head, so that a product can write to it.
-            self.output = self.query.new_zeros(work.batch, work.heads, work.queries, width).transpose(1, 2)
+            self.output = query.new_zeros(work.batch, work.heads, work.queries, width).transpose(1, 2)
         else:
+            self.query, self.key = query, key
             self.grad_output = padded(grad_output.transpose(1, 2), 2, work.queries).contiguous()
             self.grad_query = torch.zeros_like(self.query)
             self.grad_key, self.grad_value = (

@@ -41,7 +41,8 @@ def decode_pages(
     if longest == 0:
         return query.new_zeros(query.transpose(1, 2).shape)
     pre_groups, post_groups = (1 if stage is None else stage.groups for stage in (pre, post))
-    bounds = torch.stack([pages.table_starts, pages.first_keys, pages.key_counts], dim=1).to(query.device)
+    bounds = torch.stack([pages.table_starts, pages.first_keys, pages.key_counts], dim=1)
+    bounds = bounds.to(query.device, non_blocking=True)  # else each layer would wait for the one before
     with torch.no_grad(), torch.cuda.device_of(query):
         return launch(
             query,
