@@ -60,7 +60,7 @@ class DCFormerConfig(ComposedConfig):
 
     def validate_mgate(self) -> None:
         """Part of the strict validation: the gate's groups divide the activations."""
-        if self.mgate_dim is not None and (self.mgate_dim < 1 or self.intermediate_size % self.mgate_dim):
+        if self.mgate_dim is not None and self.intermediate_size % self.mgate_dim:
             raise ValueError(f"mgate_dim ({self.mgate_dim}) must divide intermediate_size ({self.intermediate_size})")
 
 

@@ -101,7 +101,7 @@ class RCMHAConfig(RelativeConfig):
 
     def validate_heads(self) -> None:
         """Part of the strict validation: rotary embedding has an even number of channels to rotate."""
-        if self.position_scheme == "rope" and self.head_dim:
+        if self.position_scheme == "rope":
             check_even_heads(self)
 
     def validate_convolution(self) -> None:

@@ -139,7 +139,7 @@ class _StreamingDynamicMixin(StreamingLayerMixin):
                 recorded only since the last crop.
         """
         removed = abs(tokens_to_remove)
-        if self.contexts and self.context_length and not self.records:
+        if self.contexts and not self.records:
             raise RuntimeError(
                 "a cache of convolved tokens can be cropped only while it records the past; call "
                 "activate_past_recording() before the tokens that may be taken back"
@@ -150,8 +150,7 @@ class _StreamingDynamicMixin(StreamingLayerMixin):
                 "kept only what further tokens need"
             )
         super().crop(tokens_to_remove)  # type: ignore[misc]
-        if self.context_length:
-            self._map_contexts(lambda context: context[:, : context.shape[1] - removed])
+        self._map_contexts(lambda context: context[:, : context.shape[1] - removed])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]

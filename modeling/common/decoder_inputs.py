@@ -104,7 +104,7 @@ def prepare_decoder_inputs(
     exact = given.past_key_values is None and not is_tracing(inputs_embeds)  # exported sizes may differ
     check_attention_mask(given.attention_mask, inputs_embeds, given.past_key_values, exact)
     starts = packed_document_starts(given, inputs_embeds)
-    if starts is not None and given.cu_seq_lens is not None:
+    if given.cu_seq_lens is not None:
         given = given._replace(attention_mask=mask_beside_borders(given.attention_mask))
     cache = given.past_key_values
     check_batch(inputs_embeds.shape[0], cache)

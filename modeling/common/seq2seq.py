@@ -70,7 +70,7 @@ class Seq2SeqBody:
         That option then unties the head alone.
         """
         expanded = super().get_expanded_tied_weights_keys(all_submodels)  # type: ignore[misc]
-        return expanded if all_submodels else {**expanded, **self._tied_weights_keys}
+        return {**expanded, **self._tied_weights_keys}
 
     @takes_either_name
     @can_return_tuple

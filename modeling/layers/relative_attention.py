@@ -148,7 +148,7 @@ class RCMHAAttention(ConvolvedHeads):
     def _project(self, name: str, hidden_states: Tensor, segment: Segment, streaming: Cache | None) -> Tensor:
         """As `project`, for a segment; convolutions start with the context that the cache `streaming` keeps, if any."""
         layer: Any = None if streaming is None else streaming.layers[self.layer_idx]
-        extend = None if layer is None else partial(layer.extend, name)
+        extend = partial(layer.extend, name) if layer is not None and layer.context_length else None
         return self.project(name, hidden_states, segment.token_mask, segment.document_positions, extend)
 
 

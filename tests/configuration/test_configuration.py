@@ -91,6 +91,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": ["chunked_attention"] * 4}, "only .* exist here"),
     ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type 'spiral' does not exist"),
     ({"num_attention_heads": 128}, r"head_dim \(1\) must be even.*hidden_size \(128\) / num_attention_heads \(128\)"),
+    ({"rope_scaling": 3}, "must be a dictionary"),
+    ({"mgate_dim": 0}, "mgate_dim"),
     ({"mgate_dim": 5}, r"mgate_dim \(5\) must divide intermediate_size \(352\)"),
 ]
 
@@ -99,6 +101,36 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 def test_each_mistake_has_a_clear_error(fields: dict[str, Any], message: str) -> None:
     with pytest.raises((StrictDataclassError, ValueError), match=message):
         DCFormerConfig.from_size("tiny", **fields)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "fields"),
+    [
+        (DCFormerConfig, {"sliding_window": 2}),
+        (DCFormerConfig, {"compose_low_rank": False, "compose_rank": 99}),
+        (DCFormerConfig, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "attention_factor": None}}),
+        (DCViTConfig, {"hidden_size": 6, "num_attention_heads": 3, "position_embedding_type": "learned"}),
+        (RCMHASeq2SeqConfig, {"attention_type": "mha", "max_position_embeddings": 1}),
+    ],
+)
+def test_values_at_a_limit_are_taken(config_class: Any, fields: dict[str, Any]) -> None:
+    assert config_class.from_size("tiny", **fields)
+
+
+def test_a_vision_transformer_needs_channels_for_both_sides_of_its_positions() -> None:
+    with pytest.raises((StrictDataclassError, ValueError), match="at least 8"):
+        DCViTConfig(hidden_size=4, num_attention_heads=2)
+
+
+@pytest.mark.parametrize("config_class", [DCBartConfig, DCViTConfig])
+def test_fields_beside_a_dictionary_count(config_class: Any) -> None:
+    given = config_class.from_size("tiny").to_dict()
+    assert config_class.from_dict(given, num_hidden_layers=1).num_hidden_layers == 1
+    types = ["full_attention"] * 2
+    config = DCFormerConfig.from_dict(
+        DCFormerConfig.from_size("tiny").to_dict(), num_hidden_layers=2, layer_types=types
+    )
+    assert config.layer_types == types
 
 
 NAN = float("nan")
@@ -176,7 +208,9 @@ def test_fields_of_windows_are_refused_where_layers_have_none(config_class: Any)
 
 ROPE_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"rope_type": 3}, "rope_type 3 does not exist; choose from"),
+    ({"rope_type": ["yarn"]}, r"rope_type \['yarn'\] does not exist"),
     ({"rope_theta": 0}, r"rope_theta \(0\) must be greater than 0"),
+    ({"rope_theta": True}, r"rope_theta \(True\) must be"),
     ({"rope_theta": "10000"}, r"rope_theta \('10000'\) must be greater than 0"),
     ({"rope_type": "linear"}, r"of rope_type 'linear' lack \['factor'\]"),
     ({"rope_type": "linear", "factor": -1}, r"factor \(-1\) must be greater than 0"),
@@ -195,6 +229,7 @@ ROPE_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 0.0625}, "rotate at least 4 dimensions"),
     ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor \(1.5\) must be greater than 0 and at most 1"),
+    ({"partial_rotary_factor": 0.01}, "rotates 0 dimensions"),
     ({"partial_rotary_factor": 0.1}, "rotates 3 dimensions; they must be even"),
     ({"full_attention": {"rope_type": "default"}}, r"rope_parameters lack 'sliding_attention', whose layers rotate"),
     ({"full_attention": {"rope_type": "default"}, "rope_theta": 1e4}, r"\['rope_theta'\] beside \['full_attention'\]"),

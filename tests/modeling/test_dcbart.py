@@ -159,3 +159,18 @@ def test_positions_in_single_precision_do_not_widen_half_precision() -> None:
     model = make_model().bfloat16()
     model.model.encoder.embed_positions.float()  # as FSDP2 leaves it, which casts parameters but not buffers
     assert model.model.encoder(random_tokens(1, 4)).last_hidden_state.dtype == torch.bfloat16
+
+
+def test_heads_are_subtracted_only_where_they_are_composed() -> None:
+    config = DCBartConfig.from_size("tiny", differential_heads=True, compose_encoder=False)
+    model = DCBartForConditionalGeneration(config)
+    assert model.model.encoder.layers[0].self_attn.differential is None
+    assert model.model.decoder.layers[0].self_attn.differential is not None
+
+
+def test_fewer_tokens_keep_their_bias() -> None:
+    model = DCBartForConditionalGeneration(DCBartConfig.from_size("tiny"))
+    model.final_logits_bias.normal_()
+    kept = model.final_logits_bias[:, :2000].clone()
+    model.resize_token_embeddings(2000)
+    assert torch.equal(model.final_logits_bias, kept)

@@ -328,3 +328,22 @@ def test_pipelines_read_it(tmp_path: Path) -> None:
     scores = [answer["score"] for answer in classify(["heads are composed", "heads"], batch_size=2)]
     alone = [classify(text)[0]["score"] for text in ("heads are composed", "heads")]
     assert scores == pytest.approx(alone, abs=1e-5)
+
+
+def test_classes_of_texts_are_learned_and_checked() -> None:
+    model = DCModernBertForSequenceClassification(DCModernBertConfig.from_size("tiny", num_labels=3)).eval()
+    ids = torch.randint(3, 99, (2, 8))
+    output = model(ids, labels=torch.tensor([0, 2]))
+    torch.testing.assert_close(output.loss, torch.nn.functional.cross_entropy(output.logits, torch.tensor([0, 2])))
+    with pytest.raises(ValueError, match="labels hold the class 3"):
+        model(ids, labels=torch.tensor([0, 3]))
+    complete = torch.ones(2, 1, 8, 8, dtype=torch.bool)  # which tells no padding
+    torch.testing.assert_close(model(ids, attention_mask=complete).logits, output.logits)
+
+
+def test_a_loss_needs_all_its_labels() -> None:
+    config, ids = DCModernBertConfig.from_size("tiny"), torch.randint(3, 99, (2, 8))
+    with pytest.raises(ValueError, match="needs labels"):
+        DCModernBertForMaskedLM(config)(ids, skip_logits=True)
+    with pytest.raises(ValueError, match="start_positions is None"):
+        DCModernBertForQuestionAnswering(config)(ids, end_positions=torch.tensor([1, 2]))

@@ -259,3 +259,17 @@ def test_channels_last_is_for_the_convolution_of_patches() -> None:
     assert convolution.dtype == torch.float64 and convolution.is_contiguous(memory_format=torch.channels_last)
     after = model(images.contiguous(memory_format=torch.channels_last)).logits
     torch.testing.assert_close(after.float(), before, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_registers_come_first_without_a_class_token() -> None:
+    model, seen = DCViTModel(DCViTConfig.from_size("tiny", num_register_tokens=2)).eval(), []
+    model.embeddings.register_forward_hook(lambda module, given, output: seen.append(output))
+    model(torch.randn(1, 3, 16, 16))
+    torch.testing.assert_close(seen[0][0, :2], model.embeddings.register_tokens[0])
+
+
+def test_a_width_that_patches_do_not_tile_is_refused() -> None:
+    model = DCViTModel(DCViTConfig.from_size("tiny", position_embedding_type="learned"))
+    with pytest.raises(ValueError, match="16 x 18 pixels are not tiled"):
+        model(torch.randn(1, 3, 16, 18))

@@ -415,3 +415,67 @@ def test_training_under_autocast_is_near_full_precision(attention_type: str) -> 
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     exact, rounded = gradients
     assert (exact - rounded).norm() < 0.03 * exact.norm()
+
+
+@torch.no_grad()
+def test_a_window_bounds_the_reach_and_not_the_segment() -> None:
+    model = make(mem_len=4, max_position_embeddings=8)
+    torch.testing.assert_close(over_segments(model, [6, 6, 6, 6]), model(IDS).logits, atol=1e-5, rtol=0)
+
+
+def test_documents_may_be_as_long_as_the_tables() -> None:
+    model = make(mem_len=None, max_position_embeddings=6)
+    model(IDS[:1, :12], position_ids=torch.arange(6).repeat(2)[None])
+    with pytest.raises(ValueError, match="reaches over 7 keys"):
+        model(IDS[:1, :14], position_ids=torch.arange(7).repeat(2)[None])
+
+
+@pytest.mark.parametrize("fields", [{}, {"mem_len": None}, {"attention_type": "rmha"}])
+@torch.no_grad()
+def test_repeated_and_selected_rows_of_a_memory_go_on(fields: dict[str, Any]) -> None:
+    model = make(**fields)
+
+    def fill(rows: list[int]) -> DynamicCache:
+        cache = DynamicCache(config=model.config)
+        model(IDS[rows, :7], past_key_values=cache)
+        return cache
+
+    cache = fill([0, 1])
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([2]))
+    found, expected = (model(IDS[1:, 7:12], past_key_values=filled).logits for filled in (cache, fill([1])))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["segment", "static"])
+@torch.no_grad()
+def test_memory_that_was_reset_is_like_new(kind: str) -> None:
+    model = make(memory_type="segment" if kind == "segment" else "streaming")
+
+    def new() -> Any:
+        return StaticCache(model.config, max_cache_len=40) if kind == "static" else DynamicCache(config=model.config)
+
+    memory, other = new(), IDS.flip(1)
+    model(IDS, past_key_values=memory)
+    memory.reset()
+    assert memory.get_seq_length() == 0
+    found, expected = (model(other, past_key_values=cache).logits for cache in (memory, new()))
+    torch.testing.assert_close(found, expected)
+
+
+@torch.no_grad()
+def test_tokens_that_no_convolution_reads_can_be_taken_back() -> None:
+    model = make(conv_kernel_size=1, mem_len=14)
+    cache = DynamicCache(config=model.config)
+    model(IDS[:, :8], past_key_values=cache)
+    cache.crop(-3)
+    found = model(IDS[:, 5:9], past_key_values=cache).logits
+    torch.testing.assert_close(found, model(IDS[:, :9]).logits[:, 5:], atol=1e-5, rtol=0)
+
+
+def test_an_unknown_layer_of_a_cache_is_refused() -> None:
+    model = make()
+    cache = DynamicCache(config=model.config)
+    cache.layers[0] = type("OddLayer", (type(cache.layers[0]),), {})(5)
+    with pytest.raises(ValueError, match="a OddLayer cannot carry memory"):
+        model(IDS, past_key_values=cache)

@@ -172,3 +172,14 @@ def test_queries_and_keys_of_cross_attention_always_have_biases(kind: str) -> No
     names = {name for name, _ in make_model(kind).named_parameters() if name.endswith(("q_proj.bias", "k_proj.bias"))}
     assert {f"model.decoder.layers.0.cross_attn.{part}_proj.bias" for part in "qk"} <= names
     assert ("model.decoder.layers.0.self_attn.q_proj.bias" in names) == (kind in ("mdha", "mha"))
+
+
+@torch.no_grad()
+def test_positions_of_a_source_count_from_its_start_unless_a_mask_is_given() -> None:
+    encoder, source = make_model("rcmha").get_encoder(), random_tokens(1, 6)
+    expected, count = encoder(input_ids=source).last_hidden_state, torch.arange(6)[None]
+    torch.testing.assert_close(encoder(input_ids=source, position_ids=count).last_hidden_state, expected)
+    masked = {"position_ids": count % 3, "attention_mask": torch.ones_like(source)}
+    torch.testing.assert_close(encoder(input_ids=source, **masked).last_hidden_state, expected)
+    with pytest.raises(ValueError, match="position_ids reach from -1"):
+        encoder(input_ids=source, position_ids=count - 1)

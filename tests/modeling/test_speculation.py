@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -152,11 +153,11 @@ def test_convolved_tokens_of_a_window_are_taken_back_once() -> None:
         cache.crop(-1)
 
 
-def make_wide(family: str) -> PreTrainedModel:
+def make_wide(family: str, **more: Any) -> PreTrainedModel:
     """A model whose static cache never drops a token, so that Transformers may take tokens back from 5.24 on."""
     torch.manual_seed(1)
     if family == "rcmha":
-        return without_end(RCMHAForCausalLM(RCMHAConfig(**SMALL, **LARGE, mem_len=None)))
+        return without_end(RCMHAForCausalLM(RCMHAConfig(**SMALL, **LARGE, mem_len=None, **more)))
     fields = {**SMALL, **LARGE, "intermediate_size": 48, "compose_init_scale": 20.0, "sliding_window": 64}
     return without_end(DCPythiaForCausalLM(DCPythiaConfig(**fields)))
 
@@ -189,6 +190,18 @@ def test_a_static_cache_cannot_take_convolved_tokens_back() -> None:
     assert not cache.is_croppable
     with pytest.raises(RuntimeError, match="a static cache cannot take convolved tokens back; use a DynamicCache"):
         cache.crop(-1)
+
+
+@pytest.mark.skipif(not hasattr(StaticLayer, "crop"), reason="this version of Transformers crops no static caches")
+@torch.no_grad()
+def test_a_static_cache_takes_tokens_back_that_no_convolution_reads() -> None:
+    model, ids = make_wide("rcmha", attention_type="rmha"), torch.randint(1, VOCAB, (2, 12))
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    model(ids[:, :8], past_key_values=cache)
+    assert cache.is_croppable
+    cache.crop(-3)
+    found = model(ids[:, 5:9], past_key_values=cache).logits
+    torch.testing.assert_close(found, model(ids[:, :9]).logits[:, 5:], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("make_model_of", [lambda: make("dcformer"), lambda: make("rcmha"), lambda: make_wide("rcmha")])

@@ -316,3 +316,39 @@ def test_a_decoder_that_should_see_later_tokens_is_refused(family: str) -> None:
     model.config.is_causal = False
     with pytest.raises(ValueError, match="is_causal=False is not supported"):
         model(IDS)
+
+
+def tiny(**fields: Any) -> DCFormerForCausalLM:
+    torch.manual_seed(0)
+    config = DCFormerConfig.from_size("tiny", **{"num_hidden_layers": 2, "initializer_range": 0.2, **fields})
+    return DCFormerForCausalLM(config).eval()
+
+
+ROWS = torch.randint(3, 99, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (2, 8, 1)])
+def test_masks_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        tiny()(ROWS, attention_mask=torch.ones(shape))
+
+
+def test_borders_start_at_the_first_token() -> None:
+    with pytest.raises(ValueError, match="cu_seq_lens must rise from 0"):
+        tiny()(ROWS[:1], cu_seq_lens_q=torch.tensor([1, 4, 8]))
+
+
+@torch.no_grad()
+def test_a_mask_of_pairs_hides_no_token_from_rotations_by_content() -> None:
+    model = tiny(position_scheme="carope", sliding_window=None)
+    mask = torch.ones(8, 8, dtype=torch.bool).tril().expand(2, 1, 8, 8)
+    for given in (mask, {"full_attention": mask}):
+        torch.testing.assert_close(model(ROWS, attention_mask=given).logits, model(ROWS).logits, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_a_configuration_may_ask_for_fewer_layers() -> None:
+    both, one = tiny(layer_types=["full_attention"] * 2), tiny(num_hidden_layers=1, layer_types=["full_attention"])
+    one.load_state_dict(both.state_dict(), strict=False)
+    both.config.num_hidden_layers = 1
+    torch.testing.assert_close(both(ROWS).logits, one(ROWS).logits)

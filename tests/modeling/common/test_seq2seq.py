@@ -12,6 +12,7 @@ from transformers import AutoModel, AutoModelForSeq2SeqLM, DynamicCache, PreTrai
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
+from dynattn.modeling.caches.names import cache_in
 from dynattn.modeling.layers.head_composition import DynamicComposition
 
 LENGTHS = [(11, 5), pytest.param(8, 8, marks=pytest.mark.slow), (5, 13)]  # of source and target
@@ -397,3 +398,23 @@ def test_without_tied_words_only_the_head_has_weights_of_its_own(kind: str, tmp_
     again = type(model).from_pretrained(tmp_path).eval()
     assert again.model.encoder.embed_tokens.weight is again.model.decoder.embed_tokens.weight
     assert torch.equal(whole(again, source, target), whole(model, source, target))
+
+
+@pytest.mark.parametrize("kind", ["dcbart", "rcmha"])
+@torch.no_grad()
+def test_a_given_cache_is_read_without_use_cache(kind: str) -> None:
+    model, source, target = make_model(kind), random_tokens(2, 7), random_tokens(2, 6)
+    cache = cache_in(model(source, decoder_input_ids=target[:, :4], use_cache=True))
+    found = model(source, decoder_input_ids=target[:, 4:], past_key_values=cache, use_cache=False).logits
+    torch.testing.assert_close(found, whole(model, source, target)[:, 4:], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["dcbart", "rcmha"])
+@torch.no_grad()
+def test_embeddings_take_the_place_of_tokens(kind: str) -> None:
+    model, source, target = make_model(kind), random_tokens(2, 7), random_tokens(2, 6)
+    embed = model.get_input_embeddings()
+    found = model(inputs_embeds=embed(source), decoder_inputs_embeds=embed(target), labels=target).logits
+    torch.testing.assert_close(found, model(source, decoder_input_ids=target, labels=target).logits)
+    with pytest.raises(ValueError, match="encoder_hidden_states is None"):
+        model.get_decoder()(target)

@@ -233,3 +233,10 @@ def test_a_head_or_loss_of_another_kind_is_obeyed(change: Callable[[DCFormerForC
     bare = model(ids, labels=ids, skip_logits=True)
     assert bare.logits is None
     torch.testing.assert_close(bare.loss, expected)
+
+
+def test_a_head_whose_forward_is_replaced_is_called() -> None:
+    model, ids = make_model(), torch.randint(0, 97, (2, 8))
+    linear = model.lm_head.forward
+    model.lm_head.forward = lambda states: 2 * linear(states)  # type: ignore[method-assign]
+    torch.testing.assert_close(model(ids, labels=ids, skip_logits=True).loss, model(ids, labels=ids).loss)

@@ -595,3 +595,24 @@ def test_other_dtypes_and_nested_tensors_are_refused() -> None:
         module(*[torch.randn(B, T, E).double()] * 3)
     with pytest.raises(ValueError, match="nested tensors are not supported; pad them"):
         module(*[torch.nested.nested_tensor([torch.randn(3, E), torch.randn(5, E)])] * 3)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_shared_key_heads_read_the_same_or_equal_inputs_alike(bias: bool) -> None:
+    attention = ComposedMultiheadAttention(16, 4, bias=bias, batch_first=True, num_key_value_heads=2)
+    x = torch.randn(2, 5, 16)
+    torch.testing.assert_close(attention(x, x, x)[0], attention(x, x.clone(), x.clone())[0])
+
+
+@torch.no_grad()
+def test_inputs_without_a_batch_have_no_batch_first() -> None:
+    attention = ComposedMultiheadAttention(16, 4, batch_first=True)
+    query, key = torch.randn(5, 16), torch.randn(7, 16)
+    batched = attention(query[None], key[None], key[None])[0][0]
+    torch.testing.assert_close(attention(query, key, key)[0], batched)
+
+
+def test_layers_are_counted_from_zero() -> None:
+    with pytest.raises(ValueError, match="layer_idx is -1"):
+        ComposedMultiheadAttention(16, 4, differential_heads=True, layer_idx=-1)
