@@ -1,6 +1,7 @@
 """What is believed of a checkpoint folder: links, JSON, sizes."""
 
 import json
+import pickle
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -135,6 +136,8 @@ def test_names_in_an_index(tmp_path: Path) -> None:
 
 def test_reasons_are_sentences_or_name_their_kind() -> None:
     assert refusal_of(ValueError("first\nheads (0) must be positive")) == "heads (0) must be positive"
+    advice = pickle.UnpicklingError("Weights only load failed\nRe-running with weights_only=False will likely succeed")
+    assert refusal_of(advice) == "a file is damaged, or a pickle that runs code, and was not opened"
     assert refusal_of(KeyError("gelu2")) == "KeyError: 'gelu2'"
     with pytest.raises(SafetensorError) as damaged:
         deserialize(b"cut")
