@@ -173,14 +173,16 @@ def table(rows: dict[str, Any]) -> str:
     """The record in Markdown: for each row and area, how many tests passed, and how many of them failed if any."""
     packages = ("python", "torch", "transformers")
     cells = [
-        [*(result["versions"][name] for name in packages), *(cell(result["areas"][name]) for name in AREAS)]
+        [*(result["versions"][name] for name in packages), *(cell(result["areas"].get(name)) for name in AREAS)]
         for result in rows.values()
     ]
     return markdown.table(["Python", "torch", "transformers", *AREAS], cells)
 
 
-def cell(area: dict[str, Any]) -> str:
-    """What the table says of one area."""
+def cell(area: dict[str, Any] | None) -> str:
+    """What the table says of one area; nothing of one that an earlier run did not know."""
+    if area is None:
+        return ""
     failed = f", **{area['failed']} failed**" if area["failed"] else ""
     return f"{area['passed']} passed{failed}"
 
