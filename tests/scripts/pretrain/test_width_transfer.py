@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dynattn import DCFormerConfig, DCPythiaConfig
-from dynattn.modeling.layers.head_composition import DynamicComposition
+from dynattn.modeling.layers.head_composition import DynamicComposition, PackedFactors
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
 from dynattn.scripts.pretrain.model import build_model, plan_config
@@ -47,9 +47,9 @@ def recorded(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     def keep(name: str, tensor: Tensor) -> None:
         found.setdefault(name, []).append(tensor.detach().clone())
 
-    def keep_factors(module: DynamicComposition, _: Any, factors: dict[str, Tensor]) -> None:
+    def keep_factors(module: DynamicComposition, _: Any, factors: PackedFactors) -> None:
         for side in module.sides:
-            terms = factors[side].unflatten(1, (len(module.stages), module.num_terms))
+            terms = getattr(factors, side).unflatten(1, (len(module.stages), module.num_terms))
             # A sum over heads meets an up factor, so what counts is its size times their number.
             keep("up factors times heads", terms[:, :, module.rank : 2 * module.rank] * module.num_heads)
             keep("down factors", terms[:, :, : module.rank])
