@@ -189,7 +189,7 @@ def _render(checkpoint: Checkpoint, name: str) -> str:
 def _architecture(config: PreTrainedConfig) -> list[tuple[str, str]]:
     """The fields of the configuration that not every Transformers model has, and their values unless None.
 
-    Pages on the Hub would obey HTML in them.
+    Values are escaped, because pages on the Hub would obey HTML in them.
     """
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     names = [field.name for field in dataclasses.fields(config) if field.name not in common]
