@@ -124,7 +124,7 @@ class DynamicComposition(nn.Module):
         return torch.cat([rms_normalize(down, self.eps), up], dim=2).flatten(4)
 
     def _unpack(self, stage: int, factors: PackedFactors) -> Composition:
-        """The composition of one stage."""
+        """The composition of the stage with this number, from the terms of all stages."""
         terms = slice(stage * self.num_terms, (stage + 1) * self.num_terms)
         sides = {"query": factors.query, "key": factors.key}
         packed = {  # [B, T or S, terms, H]
