@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 
 from ..caches.composed_cache import ComposedLayerMixin
 from ..caches.names import named_cache
+from ..caches.offloading import update_layer
 from ..common.activation_checkpointing import check_keeps_cache
 from ..common.heads import causal_model_in
 from ..positions.rotary import batch_dependent_rope
@@ -83,7 +84,7 @@ def unpack(packed: Cache, cache: Cache, places: Tensor) -> None:
         keys, values = _rows(layer.keys, places), _rows(layer.values, places)
         factors = [_rows(layer.factors.keys, places)] if isinstance(layer, ComposedLayerMixin) else []
         layer.reset()
-        cache.update(keys, values, index, *factors)
+        update_layer(cache, keys, values, index, *factors)
 
 
 def _rows(states: Tensor, places: Tensor) -> Tensor:

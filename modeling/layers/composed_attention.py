@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..caches.names import layers_write_paged_cache
-from ..caches.offloading import await_prefetch, read_layer
+from ..caches.offloading import await_copies, read_layer, update_layer
 from ..ops.dcmha.composition import Composition
 from ..ops.dtypes import at_least_float32
 from ..ops.modes import autocast
@@ -176,7 +176,7 @@ class ComposedAttention(nn.Module):
         """
         if self.content_rotary is None:
             return query, key, None
-        await_prefetch(cache, hidden_states.device)
+        await_copies(cache, hidden_states.device)
         past = last_phases(cache, self.layer_idx, self.head_dim, at_least_float32(key.dtype))
         phases = self.content_rotary(hidden_states, past, token_mask)
         query = rotate(query, *self.content_rotary.angles(phases, self.num_key_value_groups))
@@ -234,9 +234,9 @@ class ComposedAttention(nn.Module):
         if phases is not None:
             key = pack_phases(key, phases)
         if factors.key is not None:
-            key, (value, key_factors) = cache.update(key, value, self.layer_idx, factors.key)
+            key, (value, key_factors) = update_layer(cache, key, value, self.layer_idx, factors.key)
             return key, value, factors.with_key(key_factors)
-        return *cache.update(key, value, self.layer_idx), factors
+        return *update_layer(cache, key, value, self.layer_idx), factors
 
 
 def visible_window(config: PreTrainedConfig, layer_idx: int, is_causal: bool) -> int | None:

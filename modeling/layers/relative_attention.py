@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ...configuration.relative_config import RelativeConfig
-from ..caches.offloading import await_prefetch, read_layer
+from ..caches.offloading import await_copies, read_layer, update_layer
 from ..ops.dtypes import at_least_float32
 from ..ops.relative.attention import RELATIVE_IMPLEMENTATIONS, resolve_relative
 from ..positions.rotary import rotate
@@ -115,7 +115,7 @@ class RCMHAAttention(ConvolvedHeads):
             implementation: of the attention op, by default the configuration's.
         """
         streaming = past_key_values if self.config.memory_type == "streaming" else None
-        await_prefetch(streaming, hidden_states.device)
+        await_copies(streaming, hidden_states.device)
         query = self._project("q", hidden_states[:, -segment.length :], segment, streaming)
         key = self._project("k", hidden_states, segment, streaming)
         value = self._project("v", hidden_states, segment, streaming)
@@ -123,7 +123,7 @@ class RCMHAAttention(ConvolvedHeads):
             cos, sin = segment.rotary
             query, key = rotate(query, cos[:, -segment.length :], sin[:, -segment.length :]), rotate(key, cos, sin)
         if streaming is not None:
-            key, value = streaming.update(key, value, self.layer_idx)
+            key, value = update_layer(streaming, key, value, self.layer_idx)
         position_bias = self.position_bias
         if segment.scheme_bias is not None:
             # The op scales the sum of all its terms, but this bias is added to scaled scores.
@@ -211,6 +211,6 @@ class RCMHACrossAttention(ConvolvedHeads):
             key, value = read_layer(cache, self.layer_idx, source.device)
         else:
             key, value = self.project("k", source, source_mask), self.project("v", source, source_mask)
-            key, value = cache.update(key, value, self.layer_idx)
+            key, value = update_layer(cache, key, value, self.layer_idx)
             past_key_values.is_updated[self.layer_idx] = True
         return key[:, :, :length], value[:, :, :length]

@@ -23,8 +23,6 @@ from dynattn.modeling.ops.dcmha.triton.arguments import (
     Visibility,
 )
 from dynattn.modeling.ops.dcmha.triton.decode import (
-    PIPELINE_STAGES,
-    WARPS,
     CacheSizes,
     DecodeMask,
     DecodePages,
@@ -36,6 +34,8 @@ from dynattn.modeling.ops.dcmha.triton.decode import (
 from dynattn.modeling.ops.dcmha.triton.kernels.registry import load_kernels
 from dynattn.modeling.ops.dcmha.triton.tuning import (
     block_of,
+    blocks_of_decoding,
+    loading_of_decoding,
     matrix_tiles_for,
     tile_of_distance_sums,
     tile_of_matrices,
@@ -248,7 +248,8 @@ def _compile_window(configuration: WindowConfiguration, capability: int) -> dict
 
 def _compile_decode(configuration: DecodeConfiguration, capability: int) -> dict[str, Compiled]:
     heads, kv_heads, width, dtype, rank, groups, _, is_short, is_paged, _ = configuration
-    sides, blocks = tile_sides(heads, kv_heads, width, itemsize=4 if dtype == "fp32" else 2, paged=is_paged)
+    sides = tile_sides(heads, kv_heads, width)
+    blocks = blocks_of_decoding(sides["block_h"], sides["block_d"] * (4 if dtype == "fp32" else 2), paged=is_paged)
     constants = {"heads": heads, "kv_heads": kv_heads, "width": width, "block_s": blocks[-1 if is_short else 0]}
     constants |= {**sides, "query_rank": rank, "key_rank": rank, "groups": groups}
     kinds = _decode_arguments(configuration)
@@ -259,7 +260,7 @@ def _compile_decode(configuration: DecodeConfiguration, capability: int) -> dict
         "dcmha_decode_outputs": {(6,), *((8, row) for row in rows)},
         "dcmha_decode_sum": {(2,)},
     }
-    options = {"num_warps": WARPS, "num_stages": PIPELINE_STAGES}
+    options = loading_of_decoding()
     return {
         name: Compiled(compile_kernel(name, kinds[name], constants, capability, unaligned[name], **options))
         for name in kinds

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from dynattn import RCMHAConfig, RCMHAForCausalLM
-from dynattn.modeling.caches.offloading import await_prefetch, read_layer
+from dynattn.modeling.caches import offloading
+from dynattn.modeling.caches.offloading import await_copies, read_layer
 from dynattn.modeling.layers import composed_attention, relative_attention
 from dynattn.modeling.positions.carope import last_phases
 
@@ -33,16 +34,39 @@ MODELS = {
 }
 
 
-def test_the_device_waits_for_the_copies_of_an_offloading_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[object] = []
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda _: SimpleNamespace(wait_stream=waited.append))
-    cache: Any = SimpleNamespace(offloading=True, prefetch_stream="prefetch")
-    await_prefetch(cache, torch.device("cuda"))
-    assert waited == ["prefetch"]
-    for other in (None, DynamicCache(), SimpleNamespace(offloading=False, prefetch_stream="prefetch")):
-        await_prefetch(other, torch.device("cuda"))
-    await_prefetch(cache, torch.device("cpu"))
-    assert waited == ["prefetch"]
+class RecordedStream:
+    """Notes for which other stream it waits."""
+
+    def __init__(self) -> None:
+        self.waited: list[object] = []
+
+    def wait_stream(self, other: object) -> None:
+        self.waited.append(other)
+
+
+def test_the_device_and_the_copies_of_an_offloading_cache_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    computation, copies = RecordedStream(), RecordedStream()
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda _: computation)
+    cache: Any = SimpleNamespace(offloading=True, prefetch_stream=copies)
+    await_copies(cache, torch.device("cuda"))
+    assert (computation.waited, copies.waited) == ([copies], [computation])
+    for other in (None, DynamicCache(), SimpleNamespace(offloading=False, prefetch_stream=copies)):
+        await_copies(other, torch.device("cuda"))
+    await_copies(cache, torch.device("cpu"))
+    assert (computation.waited, copies.waited) == ([copies], [computation])
+
+
+@pytest.mark.parametrize("name", ["composed", "carope", "rcmha", "rcmha_seq2seq", "dcbart"])
+def test_every_update_waits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    events: list[str] = []
+    update = DynamicCache.update
+    monkeypatch.setattr(offloading, "await_copies", lambda *_: events.append("waited"))
+    monkeypatch.setattr(DynamicCache, "update", lambda *given: (events.append("updated"), update(*given))[1])
+    MODELS[name]().generate(torch.arange(1, 20)[None], max_new_tokens=2)  # type: ignore[operator]
+    assert [events[place - 1] for place, event in enumerate(events) if event == "updated"] == ["waited"] * (
+        events.count("updated")
+    )
+    assert "updated" in events
 
 
 @pytest.mark.parametrize(
@@ -58,7 +82,7 @@ def test_layers_wait_before_they_read(
     events: list[str] = []
     read = getattr(module, reader)
     layers = composed_attention if name == "carope" else relative_attention
-    monkeypatch.setattr(layers, "await_prefetch", lambda *_: events.append("waited"))
+    monkeypatch.setattr(layers, "await_copies", lambda *_: events.append("waited"))
     monkeypatch.setattr(module, reader, lambda *given, **named: (events.append("read"), read(*given, **named))[1])
     with torch.no_grad():
         MODELS[name]()(torch.arange(1, 6)[None], use_cache=True)

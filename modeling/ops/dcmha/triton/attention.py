@@ -21,6 +21,7 @@ from .arguments import TABLES, MapInputs, MapSettings
 from .decode import decode
 from .head_groups import common_groups, join_groups, split_factors, split_heads, within_groups
 from .kernels.registry import load_kernels
+from .matmuls import contiguous
 from .passes import attend, attend_backward
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -196,7 +197,7 @@ def _backward_op(grad_output: Tensor, lse: Tensor, *arguments: Any) -> list[Tens
         grads = attend_backward(grad_output, lse, inputs, settings, wanted)
     given = {name: tensor for name, tensor in zip(DIFFERENTIABLE, inputs, strict=False) if tensor is not None}
     return [
-        grads[name].to(tensor.dtype).contiguous() if name in grads else tensor.new_empty(0)
+        contiguous(grads[name].to(tensor.dtype)) if name in grads else tensor.new_empty(0)
         for name, tensor in given.items()
     ]
 

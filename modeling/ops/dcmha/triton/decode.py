@@ -4,7 +4,6 @@ Keys are split over programs, each of which has all heads of its keys. Launches 
 may be captured in a CUDA graph. `DESIGN.md`, "Decoding", has the reasons.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -14,22 +13,9 @@ from ...distance_tables import NO_TABLES, DistanceTables
 from ...masking import split_mask
 from ..composition import Composition, list_tensors
 from .arguments import unspecialized
-from .devices import WARP
 from .kernels.registry import load_kernels
 from .matmuls import row_strides, with_contiguous_rows
-
-# How many programs a launch should have at least: splits times items.
-PROGRAMS = 528
-# How many keys a block has: the largest of these numbers that gives `PROGRAMS` programs, within two limits. A tile of
-# all heads has at most `LARGEST_TILE` elements, because it is in registers; half as many over pages, where the address
-# of each factor takes registers too. The keys of a block have at most `LARGEST_KEYS` bytes, because shared memory holds
-# those of `PIPELINE_STAGES` blocks.
-BLOCKS = (64, 32, 16)
-LARGEST_TILE = 2048
-LARGEST_KEYS = 16384
-WARPS, PIPELINE_STAGES = 4, 4
-# Channels of a program that sums the outputs of splits: few, since heads alone are too few programs for a device.
-SUMMED_CHANNELS = 16
+from .tuning import blocks_of_decoding, channels_of_sums, loading_of_decoding, programs_of_decoding
 
 
 class DecodeSide(NamedTuple):
@@ -193,8 +179,9 @@ def launch(
     kernels = load_kernels(query.device)
     query, key, value = (with_contiguous_rows(rows) for rows in (query, key, value))
     (batch, heads, _, width), kv_heads, (first, keys) = query.shape, key.shape[1], span
-    sides, fitting = tile_sides(heads, kv_heads, width, key.itemsize, paged=pages is not None)
-    sizes, block_s = plan(batch, first, keys, fitting)
+    sides = tile_sides(heads, kv_heads, width)
+    blocks = blocks_of_decoding(sides["block_h"], sides["block_d"] * key.itemsize, paged=pages is not None)
+    sizes, block_s = plan(batch, first, keys, blocks)
     splits, sizes = sizes.splits, sizes._replace(first=unspecialized(first), keys=unspecialized(keys))
     common = {"heads": heads, "kv_heads": kv_heads, "width": width, "block_s": block_s, **sides}
     pre, post = (_constants(stage, count) | common for stage, count in zip(stages, groups, strict=True))
@@ -219,9 +206,9 @@ def launch(
         scores, partial_lse, value, partial, stages[1], pages, sizes, value_strides, tables, **post
     )
     if splits > 1:
-        block_d = min(sides["block_d"], SUMMED_CHANNELS)
+        block_d = min(sides["block_d"], channels_of_sums())
         kernels["dcmha_decode_sum"][batch, heads, -(-width // block_d)](
-            partial, output, splits, heads, width, block_d, num_warps=WARPS
+            partial, output, splits, heads, width, block_d, **loading_of_decoding()
         )
     return output
 
@@ -229,7 +216,7 @@ def launch(
 def _constants(stage: DecodeStage, groups: int) -> dict[str, int]:
     """The constants of a kernel that composes this stage."""
     ranks = {"query_rank": stage.query.rank, "key_rank": stage.key.rank}
-    return {**ranks, "groups": groups, "num_warps": WARPS, "num_stages": PIPELINE_STAGES}
+    return {**ranks, "groups": groups, **loading_of_decoding()}
 
 
 def _buffers(query: Tensor, keys: int, splits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -247,27 +234,19 @@ def _buffers(query: Tensor, keys: int, splits: int) -> tuple[Tensor, Tensor, Ten
 def plan(batch: int, first: int, keys: int, blocks: tuple[int, ...]) -> tuple[CacheSizes, int]:
     """Returns how to divide the `keys - first` keys of each item, and how many keys a block has, one of `blocks`."""
     counts = {block: -(-(keys - first) // block) for block in blocks}
-    block_s = next((block for block in blocks if batch * counts[block] >= PROGRAMS), blocks[-1])
-    of_split = -(-counts[block_s] // max(1, PROGRAMS // batch))
+    programs = programs_of_decoding()
+    block_s = next((block for block in blocks if batch * counts[block] >= programs), blocks[-1])
+    of_split = -(-counts[block_s] // max(1, programs // batch))
     return CacheSizes(first, keys, of_split, splits=-(-counts[block_s] // of_split)), block_s
 
 
-@cache
-def tile_sides(
-    heads: int, kv_heads: int, width: int, itemsize: int, *, paged: bool
-) -> tuple[dict[str, int], tuple[int, ...]]:
-    """Returns the sides of tiles by the name of their constant, and the numbers of keys of a block that fit with them.
+def tile_sides(heads: int, kv_heads: int, width: int) -> dict[str, int]:
+    """Returns the sides of tiles by the name of their constant: powers of two and at least 16, as products need.
 
-    The sides hold all heads, the heads that share a key head, and the channels. They are powers of two and at least 16,
-    as matrix instructions need.
+    They hold all heads, the heads that share a key head, and the channels.
     """
     counts = {"block_h": heads, "block_g": heads // kv_heads, "block_d": width}
-    sides = {name: max(16, 1 << (count - 1).bit_length()) for name, count in counts.items()}
-    most = min(LARGEST_TILE // (1 + paged) // sides["block_h"], LARGEST_KEYS // (sides["block_d"] * itemsize))
-    fitting = tuple(block for block in BLOCKS if block <= most) or BLOCKS[-1:]
-    # Kernels write in place, which is safe if no two threads load the same element.
-    assert sides["block_h"] * min(fitting) >= WARP * WARPS
-    return sides, fitting
+    return {name: max(16, 1 << (count - 1).bit_length()) for name, count in counts.items()}
 
 
 def decode_stage(tensors: list[Tensor | None]) -> DecodeStage:

@@ -11,7 +11,7 @@ from .composers.interface import KernelComposer
 from .composers.tensor_cores import TensorCoreComposer
 from .devices import shared_memory_of
 from .distance_columns import DistanceColumns, sums_needed
-from .matmuls import CublasMatmuls, Matmuls
+from .matmuls import CublasMatmuls, Matmuls, contiguous
 from .matrices import filled_up
 from .tuning import composes_on_tensor_cores
 from .window_matmuls import WindowMatmuls
@@ -33,7 +33,7 @@ def attend(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tensor]:
         scores = matmuls.scores(chunk)
         matmuls.attend(chunk, composer.probs(chunk, scores, lse[chunk.items, :, chunk.queries]))
     real = inputs.query.shape[2]
-    return matmuls.output[:, :real].contiguous(), lse[..., :real].contiguous()
+    return contiguous(matmuls.output[:, :real]), lse[..., :real].contiguous()
 
 
 def attend_backward(

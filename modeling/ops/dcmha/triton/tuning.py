@@ -50,6 +50,17 @@ DISTANCE_SUMS = (16, 128, 512, 4)
 # Positions of a program of `dcmha_matrices`, which divide lengths with padding, and its warps.
 MATRICES = (4, 4)
 
+# Decoding: how many programs a launch should have, splits times items; the numbers of keys that a block may have, and
+# two limits for them; warps of a program, and blocks of keys that it has in shared memory.
+DECODE_PROGRAMS = 528
+DECODE_BLOCKS = (64, 32, 16)
+# A tile of all heads is in registers; it has half as many elements over pages, where the address of each factor takes
+# registers too. `DECODE_KEYS` bounds the bytes of the keys of a block.
+DECODE_TILE, DECODE_KEYS = 2048, 16384
+DECODE_WARPS, DECODE_STAGES = 4, 4
+# Channels of a program that sums the outputs of splits: few, since heads alone are too few programs for a device.
+SUMMED_CHANNELS = 16
+
 
 def fewest_rows() -> int:
     """Returns the least number of queries of a chunk."""
@@ -142,3 +153,33 @@ def tile_of_distance_sums() -> tuple[int, int, int, int]:
 def tile_of_matrices() -> tuple[int, int]:
     """Returns the positions of a program of `dcmha_matrices`, and its warps."""
     return MATRICES
+
+
+def programs_of_decoding() -> int:
+    """Returns how many programs the launch of a decoding step should have."""
+    return DECODE_PROGRAMS
+
+
+def blocks_of_decoding(heads: int, bytes_of_key: int, *, paged: bool) -> tuple[int, ...]:
+    """Returns the numbers of keys that a block of a decoding step may have, the largest first.
+
+    Args:
+        heads: those of a tile, padding included.
+        bytes_of_key: those of one head of a key, padding included.
+        paged: whether keys are in pages.
+    """
+    most = min(DECODE_TILE // (1 + paged) // heads, DECODE_KEYS // bytes_of_key)
+    blocks = tuple(block for block in DECODE_BLOCKS if block <= most) or DECODE_BLOCKS[-1:]
+    # Kernels write in place, which is safe if no two threads load the same element.
+    assert heads * min(blocks) >= WARP * DECODE_WARPS
+    return blocks
+
+
+def loading_of_decoding() -> dict[str, int]:
+    """Returns the warps of a decoding step's programs and their stages of loading, as Triton names them."""
+    return {"num_warps": DECODE_WARPS, "num_stages": DECODE_STAGES}
+
+
+def channels_of_sums() -> int:
+    """Returns the most channels of a program that sums the outputs of splits."""
+    return SUMMED_CHANNELS

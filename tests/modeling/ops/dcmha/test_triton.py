@@ -458,9 +458,9 @@ def test_tiles_have_an_element_for_each_thread(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(tuning, "MATRIX_TILES_16", dict.fromkeys(tuning.MATRIX_TILES_16, (1, 8, 8, 1)))
     with pytest.raises(AssertionError):
         tuning.matrix_tiles_for(16)
-    monkeypatch.setattr(decode, "WARPS", 16)
+    monkeypatch.setattr(tuning, "DECODE_WARPS", 16)
     with pytest.raises(AssertionError):
-        decode.tile_sides(4, 4, 64, 2, paged=False)
+        tuning.blocks_of_decoding(16, 128, paged=False)
 
 
 @pytest.mark.parametrize(
@@ -665,7 +665,7 @@ def test_every_implementation_takes_first_keys(implementation: str, mask: str | 
 @pytest.mark.parametrize("programs", [1, 264])
 @pytest.mark.parametrize("case", DECODING, ids=str)
 def test_decoding_equals_the_reference(case: Case, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "PROGRAMS", programs)
+    monkeypatch.setattr(tuning, "DECODE_PROGRAMS", programs)
     tensors, keywords = random_inputs(case)
     reference, _ = dcmha_eager(*tensors[:3], **keywords)
     low, low_keywords = cast(tensors, keywords, torch.float32)

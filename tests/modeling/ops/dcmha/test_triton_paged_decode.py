@@ -9,7 +9,7 @@ from cases.triton_marks import interpreted
 
 pytest.importorskip("triton")
 from dynattn.modeling.ops.dcmha.pages import without_keys
-from dynattn.modeling.ops.dcmha.triton import decode
+from dynattn.modeling.ops.dcmha.triton import tuning
 from dynattn.modeling.ops.dcmha.triton.paged_decode import decode_pages
 
 pytestmark = [
@@ -37,7 +37,7 @@ def test_a_step_over_pages_is_as_exact_as_the_reference_on_each_request(
     step: Step, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ragged lengths, grouped queries, windows that start within a page, and every kind of composition."""
-    monkeypatch.setattr(decode, "PROGRAMS", programs)
+    monkeypatch.setattr(tuning, "DECODE_PROGRAMS", programs)
     query, pages, stages, tables, alone = random_step(step, torch.float32)
     assert_as_exact_as_the_reference(run(decode_pages, step, query, pages, stages, tables), alone, torch.float32)
 

@@ -14,7 +14,7 @@ from dynattn import DCFormerConfig, DCFormerForCausalLM, dcmha_attention
 
 pytest.importorskip("triton")
 from dynattn.modeling.ops.dcmha.pages import without_keys
-from dynattn.modeling.ops.dcmha.triton import decode, tuning
+from dynattn.modeling.ops.dcmha.triton import tuning
 from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
 from dynattn.modeling.ops.dcmha.triton.attention import _forward_op
 from dynattn.modeling.ops.dcmha.triton.composers.head_by_head import HeadByHeadComposer
@@ -133,7 +133,7 @@ def test_a_decoding_step_equals_the_reference(case: Case) -> None:
 
 @torch.no_grad()
 def test_half_precision_tells_far_distances_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "PROGRAMS", 1)
+    monkeypatch.setattr(tuning, "DECODE_PROGRAMS", 1)
     query, key, value = torch.randn(1, 1, 1, 16), *torch.randn(2, 1, 1, 400, 16)
     bias = 0.5 * torch.arange(400.0)[:, None]  # the farthest keys weigh most
     exact = dcmha_attention(*(one.double() for one in (query, key, value)), position_bias=bias, implementation="eager")
