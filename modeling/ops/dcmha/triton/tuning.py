@@ -52,7 +52,7 @@ MATRICES = (4, 4)
 
 # Decoding: how many programs a launch should have, splits times items; the numbers of keys that a block may have, and
 # two limits for them; warps of a program, and blocks of keys that it has in shared memory.
-DECODE_PROGRAMS = 528
+DECODE_PROGRAMS = 792
 DECODE_BLOCKS = (64, 32, 16)
 # A tile of all heads is in registers; it has half as many elements over pages, where the address of each factor takes
 # registers too. `DECODE_KEYS` bounds the bytes of the keys of a block.

@@ -25,6 +25,7 @@ from dynattn.modeling.ops.dcmha.triton.composers.tensor_cores import TensorCoreC
 from dynattn.modeling.ops.dcmha.triton.decode import _decode_op, _side
 from dynattn.modeling.ops.dcmha.triton.devices import shared_memory_of
 from dynattn.modeling.ops.dcmha.triton.kernels import registry
+from dynattn.modeling.ops.dcmha.triton.matmuls import contiguous
 from dynattn.modeling.ops.dcmha.triton.matrices import make_mixing, padded_terms
 from dynattn.modeling.ops.dcmha.triton.passes import composer_class_for
 from dynattn.modeling.ops.dcmha.triton.workspace import Workspace
@@ -451,6 +452,24 @@ def test_no_kernel_takes_more_shared_memory_than_there_is(
     inputs = MapInputs(*(rows,) * 3, *(None for _ in MapInputs._fields[3:]))
     inputs = inputs._replace(pre_key=torch.empty(2, 9, 5, heads))
     assert composer_class_for(inputs, MapSettings(1.0, True, None, 1)) is expected
+
+
+def rows_in_memory(dtype: torch.dtype, width: int, start: int, between: int) -> Tensor:
+    """Rows `[2, 3, 5, width]`, contiguous by token, with a number of elements before the first and between tokens."""
+    tokens = torch.randn(start + 2 * 5 * (3 * width + between)).to(dtype)[start:].view(2, 5, -1)
+    return tokens[..., : 3 * width].unflatten(-1, (3, width)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    ("width", "start", "between"), [(8, 0, 0), (8, 4, 8), (8, 3, 0), (8, 0, 1), (5, 0, 0), (0, 0, 4)]
+)
+def test_contiguous_rows_have_the_same_elements(dtype: torch.dtype, width: int, start: int, between: int) -> None:
+    rows = rows_in_memory(dtype, width, start, between)
+    copied = contiguous(rows)
+    assert copied.is_contiguous() and copied.dtype == dtype and torch.equal(copied, rows)
+    assert torch.equal(contiguous(rows.transpose(2, 3)), rows.transpose(2, 3))
+    assert contiguous(copied) is copied
 
 
 def test_tiles_have_an_element_for_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
