@@ -102,13 +102,19 @@ class DynamicComposition(nn.Module):
             gates = gates.unflatten(-1, self.gate_weight.shape[1:])
             packed += [gates.permute(0, 3, 1, 2, 4).flatten(3)[:, :, None]]  # [B, C, 1, T, H]
         factors = torch.cat(packed, dim=2)  # [B, C, terms, T, H]
-        factors = factors.unflatten(1, (len(self.stages), len(self.sides)))
-        sides = {side: factors[:, :, index].flatten(1, 2) for index, side in enumerate(self.sides)}
+        by_side = factors.unflatten(1, (len(self.stages), len(self.sides))).unbind(2)
+        sides = {side: terms.flatten(1, 2) for side, terms in zip(self.sides, by_side, strict=True)}
         return PackedFactors(**sides, static=self.static_weight)
 
     def assemble(self, factors: PackedFactors) -> tuple[Composition | None, Composition | None]:
         """Returns (pre, post) for `dcmha_attention` from what `forward` returned for queries and for keys."""
-        by_stage = {stage: self._unpack(index, factors) for index, stage in enumerate(self.stages)}
+        sides = {"query": factors.query, "key": factors.key}
+        terms = {name: self._by_stage(side) for name, side in sides.items() if side is not None}
+        by_stage: dict[str, Composition] = {}
+        for index, stage in enumerate(self.stages):
+            static = None if factors.static is None else torch.block_diag(*factors.static[index])
+            packed = {name: of_stages[index] for name, of_stages in terms.items()}
+            by_stage[stage] = unpack_factors(packed, static, self.groups)
         return by_stage.get("pre"), by_stage.get("post")
 
     def _low_rank_factors(self, hidden_states: Tensor) -> Tensor:
@@ -123,15 +129,9 @@ class DynamicComposition(nn.Module):
         down, up = factors.split(self.rank, dim=2)
         return torch.cat([rms_normalize(down, self.eps), up], dim=2).flatten(4)
 
-    def _unpack(self, stage: int, factors: PackedFactors) -> Composition:
-        """The composition of the stage with this number, from the terms of all stages."""
-        terms = slice(stage * self.num_terms, (stage + 1) * self.num_terms)
-        sides = {"query": factors.query, "key": factors.key}
-        packed = {  # [B, T or S, terms, H]
-            name: side[:, terms].transpose(1, 2) for name, side in sides.items() if side is not None
-        }
-        static = None if factors.static is None else torch.block_diag(*factors.static[stage])
-        return unpack_factors(packed, static, self.groups)
+    def _by_stage(self, side: Tensor) -> tuple[Tensor, ...]:
+        """The terms `[B, T or S, terms, H]` of each stage, as views of a side's `[B, P * terms, T or S, H]`."""
+        return side.unflatten(1, (len(self.stages), self.num_terms)).transpose(2, 3).unbind(1)
 
 
 def make_generators(

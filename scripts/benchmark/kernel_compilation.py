@@ -198,7 +198,8 @@ def _compile_tensor_cores(configuration: TensorCoreConfiguration, capability: in
         traffic = tensor_core_traffic(configuration, name, block_t, block_s, turns)
         compiled[name] = Compiled(kernel, padded * block_t * block_s / (32 * warps), turns, traffic)
     block, warps = tile_of_matrices()
-    name, kinds = "dcmha_matrices", ("*fp16", f"*{configuration.dtype_of_terms}", "*fp32", "i32")
+    static = f"*{configuration.dtype_of_terms}" if configuration.has_static else "none"
+    name, kinds = "dcmha_matrices", ("*fp16", f"*{configuration.dtype_of_terms}", static, "i32")
     kernel = compile_kernel(name, kinds, constants | {"block": block}, capability, set(), num_warps=warps)
     return compiled | {name: Compiled(kernel)}
 

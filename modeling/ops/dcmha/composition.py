@@ -108,9 +108,10 @@ def unpack_factors(packed: Mapping[str, Tensor], static: Tensor | None = None, g
     """
     factors: dict[str, Any] = {}
     for side, terms in packed.items():
-        rank = terms.shape[2] // 2
+        rank, has_gate = divmod(terms.shape[2], 2)
+        down, up, gate = terms.split((rank, rank, has_gate), dim=2)  # the gradient of a split is a single operation
         if rank:
-            factors[f"{side}_down"], factors[f"{side}_up"] = terms[:, :, :rank], terms[:, :, rank : 2 * rank]
-        if terms.shape[2] % 2:
-            factors[f"{side}_gate"] = terms[:, :, -1]
+            factors[f"{side}_down"], factors[f"{side}_up"] = down, up
+        if has_gate:
+            factors[f"{side}_gate"] = gate.squeeze(2)
     return Composition(**factors, static=static, groups=groups)

@@ -51,9 +51,7 @@ def _matrices_of_queries(work: Workspace, terms: Tensor | None, static: Tensor |
     """
     if terms is None and static is None:
         return None
-    constant = torch.eye(work.heads, dtype=torch.float32, device=work.device)
-    if static is not None:
-        constant += static
+    static = None if static is None else static.contiguous()
     padded, (block, warps) = filled_up(work.heads), tile_of_matrices()
     matrices = torch.empty(work.batch, work.queries, padded, padded, dtype=work.score_dtype, device=work.device)
     for first in range(0, work.batch, MOST_PROGRAMS):
@@ -61,7 +59,7 @@ def _matrices_of_queries(work: Workspace, terms: Tensor | None, static: Tensor |
         work.kernels["dcmha_matrices"][work.queries // block, items.stop - first](
             matrices[items],
             None if terms is None else terms[items],
-            constant,
+            static,
             work.queries,
             heads=work.heads,
             padded=padded,

@@ -274,7 +274,7 @@ def dcmha_matrix_backward_pre(
 def dcmha_matrices(
     matrices,  # [items, length, padded, padded], written
     terms,  # [items, length, count, H], packed; None without terms
-    constant,  # [H, H], float32, [in, out]: added for all positions; None is zero
+    static,  # [H, H], [in, out], or None
     length,
     heads: tl.constexpr,
     padded: tl.constexpr,
@@ -285,17 +285,20 @@ def dcmha_matrices(
     item, positions = tl.program_id(1).to(tl.int64), tl.program_id(0) * block + tl.arange(0, block)
     rank: tl.constexpr = count // 2
     head = tl.arange(0, padded)
-    matrix = tl.zeros([block, padded, padded], tl.float32)
+    is_diagonal = head[:, None] == head[None, :]
+    identity = tl.where(is_diagonal & (head < heads)[None, :], 1.0, 0.0)[None, :, :]
+    matrix = tl.zeros([block, padded, padded], tl.float32) + identity
     if terms is not None:
         places = terms_of(terms, item, length, positions, heads, padded, count)
         for index in tl.static_range(rank):
             down, up = load_term(places, index, heads), load_term(places, rank + index, heads)
             matrix += tl.permute(down, (0, 2, 1)) * up
         if count % 2:
-            matrix += tl.where((head[:, None] == head[None, :])[None, :, :], load_term(places, count - 1, heads), 0.0)
-    if constant is not None:
+            matrix += tl.where(is_diagonal[None, :, :], load_term(places, count - 1, heads), 0.0)
+    if static is not None:
         inside = (head < heads)[:, None] & (head < heads)[None, :]
-        matrix += tl.load(constant + head[:, None] * heads + head[None, :], mask=inside, other=0.0)[None, :, :]
+        mixed = tl.load(static + head[:, None] * heads + head[None, :], mask=inside, other=0.0)
+        matrix += mixed.to(tl.float32)[None, :, :]
     store_matrices(matrices, matrix, item, positions, length, padded)
 
 
