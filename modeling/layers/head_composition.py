@@ -110,12 +110,12 @@ class DynamicComposition(nn.Module):
         """Returns (pre, post) for `dcmha_attention` from what `forward` returned for queries and for keys."""
         sides = {"query": factors.query, "key": factors.key}
         terms = {name: self._by_stage(side) for name, side in sides.items() if side is not None}
-        by_stage: dict[str, Composition] = {}
+        compositions: dict[str, Composition] = {}
         for index, stage in enumerate(self.stages):
             static = None if factors.static is None else torch.block_diag(*factors.static[index])
             packed = {name: of_stages[index] for name, of_stages in terms.items()}
-            by_stage[stage] = unpack_factors(packed, static, self.groups)
-        return by_stage.get("pre"), by_stage.get("post")
+            compositions[stage] = unpack_factors(packed, static, self.groups)
+        return compositions.get("pre"), compositions.get("post")
 
     def _low_rank_factors(self, hidden_states: Tensor) -> Tensor:
         """Down and up factors `[B, C, 2R, T, H]` of `[B, T, E]`; down has unit mean square over a group's heads."""
