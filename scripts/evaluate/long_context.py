@@ -3,6 +3,8 @@
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,10 @@ QUESTION = "The pass key is "
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text with a key in it that ends with the question for the key, and the answer, both as tokens."""
+    """A text with a key in it that ends with the question for the key, and the answer, both as tokens.
+
+    The tokens of the answer are those that the key has in the text.
+    """
 
     tokens: list[int]
     answer: list[int]
@@ -40,9 +45,12 @@ def make_prompt(tokenizer: PreTrainedTokenizerBase, key: str, length: int, depth
     Raises:
         UserError: `length` has no room for the key and the question.
     """
-    pieces = (OPENING, NEEDLE.format(key=key), QUESTION, key, FILLER)
-    opening, needle, question, answer, filler = (tokenizer.encode(piece, add_special_tokens=False) for piece in pieces)
-    room = length - 1 - sum(map(len, (opening, needle, question, answer)))
+    pieces = (OPENING, NEEDLE.format(key=key), QUESTION, QUESTION + key, FILLER)
+    opening, needle, question, said, filler = (tokenizer.encode(piece, add_special_tokens=False) for piece in pieces)
+    # Some tokenizers join the space before a key to its first digits, and the answer begins with what they join.
+    shared = sum(takewhile(bool, map(eq, question, said)))
+    question, answer = said[:shared], said[shared:]
+    room = length - 1 - sum(map(len, (opening, needle, said)))
     if room < 0:
         raise UserError(f"a pass key needs {length - room} tokens, and max_length is {length}; give a longer one")
     before = round(depth * room)

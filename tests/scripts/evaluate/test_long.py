@@ -72,6 +72,14 @@ def test_a_prompt_has_its_length_and_the_key_at_its_depth(tokenizer: PreTrainedT
     assert text.index("The pass key is 04711. ") == len("Find the pass key. ") + round(depth * room)
 
 
+def test_an_answer_has_the_tokens_of_the_key_in_the_text() -> None:
+    joining = train_bpe([["The pass key is 04711. "] * 9], vocab_size=290)
+    prompt = make_prompt(joining, "04711", 200, 0.5)
+    assert joining.decode(prompt.answer) == " 04711"
+    assert prompt.tokens.count(prompt.answer[0]) == 1
+    assert len(prompt.tokens) + len(prompt.answer) == 200
+
+
 def test_a_prompt_without_room_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(UserError, match="a pass key needs 64 tokens, and max_length is 63"):
         make_prompt(tokenizer, "04711", 63, 0.5)
