@@ -5,6 +5,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import add
 from typing import Any
 
 import lm_eval
@@ -13,6 +14,7 @@ from lm_eval.api.group import Group
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import Task
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..common.builtin_corpus import builtin_documents
@@ -75,12 +77,8 @@ class StrictHFLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        longest = max((len(context) + len(target) for _, context, target in requests), default=0)
-        if longest > self.max_length + 1 and not self._truncate:
-            raise UserError(
-                f"the longest prompt has {longest - 1} tokens but the model takes {self.max_length}; "
-                "lower --num_fewshot, leave the task out, or pass --truncate to cut prompts from the left"
-            )
+        # The last token of an answer is not read.
+        self._check_length(max((len(context) + len(target) for _, context, target in requests), default=1) - 1)
         # Rolling perplexity calls this once for each batch, and so many progress bars would flood the terminal.
         hide = disable_tqdm or override_bs is not None
         try:
@@ -88,6 +86,25 @@ class StrictHFLM(HFLM):
         except UserError:
             print(file=sys.stderr)  # the message must not stand on the progress bar's line
             raise
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        answers = [normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"] for request in requests]
+        if (most := max(answers, default=0)) >= self.max_length:
+            raise UserError(
+                f"a task wants answers of up to {most} tokens but the model takes {self.max_length}, prompt included; "
+                "leave the task out"
+            )
+        prompts = [len(self.tok_encode(request.args[0])) for request in requests]
+        self._check_length(max(map(add, prompts, answers), default=0))
+        return super().generate_until(requests, disable_tqdm=disable_tqdm)
+
+    def _check_length(self, longest: int) -> None:
+        """Raises UserError if the `longest` prompt, room for its answer included, is too long and may not be cut."""
+        if longest > self.max_length and not self._truncate:
+            raise UserError(
+                f"the longest prompt has, with its answer, {longest} tokens but the model takes {self.max_length}; "
+                "lower --num_fewshot, leave the task out, or pass --truncate to cut prompts from the left"
+            )
 
     def _model_call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         logits = super()._model_call(*args, **kwargs)

@@ -10,6 +10,7 @@ import lm_eval
 import pytest
 import torch
 from lm_eval import tasks as lm_eval_tasks
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import (
     get_file_task_name,
@@ -35,7 +36,7 @@ from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.evaluate import catalog as catalog_module
 from dynattn.scripts.evaluate.arguments import EvaluateArguments
 from dynattn.scripts.evaluate.catalog import TaskCatalog
-from dynattn.scripts.evaluate.harness import DIRECT, evaluate_model
+from dynattn.scripts.evaluate.harness import DIRECT, StrictHFLM, evaluate_model
 from dynattn.scripts.evaluate.heldout import score_documents
 from dynattn.scripts.evaluate.quoted import quoted_scores
 from dynattn.scripts.evaluate.results import Metric, Results, TaskResult, format_table, write_results
@@ -153,6 +154,23 @@ def flat(responses: list) -> list[float]:
     return [
         number for response in responses for number in (response if isinstance(response, list | tuple) else [response])
     ]
+
+
+def test_no_prompt_is_cut_to_make_room_for_an_answer_unless_asked_for(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompt = "x" * 20
+    request = Instance("generate_until", {}, (prompt, {"until": ["no"], "max_gen_toks": 8}), 0)
+
+    def answer(max_length: int, truncate: bool = False) -> list[str]:
+        lm = StrictHFLM(llama(), tokenizer, truncate=truncate, carry_memory=False, max_length=max_length)
+        return lm.generate_until([request], disable_tqdm=True)
+
+    needed = len(tokenizer.encode(prompt)) + 8
+    assert answer(needed) == answer(CONTEXT)
+    with pytest.raises(UserError, match=f"has, with its answer, {needed} tokens but the model takes {needed - 1};"):
+        answer(needed - 1)
+    assert len(answer(needed - 1, truncate=True)) == 1
+    with pytest.raises(UserError, match="answers of up to 8 tokens but the model takes 8"):
+        answer(8, truncate=True)
 
 
 def test_results_equal_simple_evaluate(tokenizer: PreTrainedTokenizerFast) -> None:
