@@ -119,7 +119,8 @@ def format_results(results: Mapping[str, Any]) -> str:
         lines = [
             [f"{row['from']:,} to {row['to']:,}", f"{row['mean']:+.4f}", interval_in_words(row, "+.4f")] for row in rows
         ]
-        parts.append(table(head, lines))
+        apart = f"{name} and the first checkpoint read different windows, so their losses are not compared."
+        parts.append(table(head, lines) if lines else apart)
     return "\n\n".join(parts)
 
 

@@ -202,6 +202,8 @@ def test_windows_that_begin_elsewhere_are_not_paired(checkpoints: list[str], tmp
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [len(one["by_position"][0]["windows"]) for one in results["checkpoints"]] == [2, 2]
     assert results["comparison"] == [[]]
+    told = (tmp_path / "out" / "results.md").read_text().splitlines()[-1]
+    assert told.endswith("read different windows, so their losses are not compared.")
 
 
 @pytest.mark.parametrize(
