@@ -26,6 +26,11 @@ def spread(values: Sequence[float | None]) -> dict[str, Any]:
     return {"values": known, "mean": statistics.mean(known), "sd": statistics.stdev(known) if len(known) > 1 else None}
 
 
+def spread_in_words(summary: Mapping[str, Any], form: str) -> str:
+    """The mean of a `spread` in a format such as ".4f", with ± the standard deviation if there is one."""
+    return " ± ".join(format(number, form) for number in (summary["mean"], summary["sd"]) if number is not None)
+
+
 def diverged(summary: Mapping[str, Any], seeds: Sequence[int]) -> str:
     """Which of the seeds of a `spread` diverged, such as "diverged on seeds 0, 2"; empty if none did."""
     gone = [seed for seed, value in zip(seeds, summary["values"], strict=True) if value is None]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..common import markdown
-from ..common.paired import interval_in_words, mean_in_words, name_seeds, p_in_words
+from ..common.paired import interval_in_words, mean_in_words, name_seeds, p_in_words, spread, spread_in_words
 from .record import AT_LEAST, AT_MOST, RunRecord, final, loss_unit
 
 EMPTY: tuple[str, ...] = ("", "", "")
@@ -75,9 +75,7 @@ def _numbers(values: Iterable[int]) -> str:
 def _spread(values: Sequence[float | None]) -> str:
     """Mean and standard deviation, or nothing where nothing was measured."""
     measured = [value for value in values if value is not None]
-    if len(measured) < 2:
-        return f"{measured[0]:.4f}" if measured else ""
-    return f"{statistics.mean(measured):.4f} ± {statistics.stdev(measured):.4f}"
+    return spread_in_words(spread(measured), ".4f") if measured else ""
 
 
 def _difference(comparison: Mapping[str, Any] | None) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...common import markdown
 from ...common.environment import of_runs
-from ...common.paired import add_holm, diverged, mean_in_words, p_in_words, paired_difference, spread
+from ...common.paired import add_holm, diverged, mean_in_words, p_in_words, paired_difference, spread, spread_in_words
 
 Record = dict[str, Any]
 # What a run says of its model.
@@ -114,10 +114,7 @@ def _difference(test: Mapping[str, Any], digits: int) -> list[str]:
 
 
 def _mean(summary: Mapping[str, Any], seeds: Sequence[int], digits: int) -> str:
-    if told := diverged(summary, seeds):
-        return told
-    sd = "" if summary["sd"] is None else f" ± {summary['sd']:.{digits}f}"
-    return f"{summary['mean']:.{digits}f}{sd}"
+    return diverged(summary, seeds) or spread_in_words(summary, f".{digits}f")
 
 
 def _reading(record: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...common import markdown
 from ...common.environment import OF_A_RUN, of_runs
-from ...common.paired import add_holm, interval_in_words, p_in_words, paired_difference, spread
+from ...common.paired import add_holm, interval_in_words, p_in_words, paired_difference, spread, spread_in_words
 
 Record = dict[str, Any]
 
@@ -120,7 +120,8 @@ def _cells_table(record: Mapping[str, Any]) -> str:
         count, learned = len(cell["below_half_at"]), cell["longer_lengths_of_learned"]
         rows.append([
             cell["task"], cell["scheme"], cell["composition"], f"{cell['learned']} of {count}",
-            _mean(cell["trained_lengths"]), _mean(cell["longer_lengths"]), _mean(spread(learned)) if learned else "",
+            spread_in_words(cell["trained_lengths"], ".3f"), spread_in_words(cell["longer_lengths"], ".3f"),
+            spread_in_words(spread(learned), ".3f") if learned else "",
             ", ".join("-" if length is None else str(length) for length in cell["below_half_at"]),
             "" if quoted is None or cell["composition"] != "off" else f"{quoted:.3f}",
         ])  # fmt: skip
@@ -134,10 +135,6 @@ def _differences_table(record: Mapping[str, Any]) -> str:
         words = interval_in_words(row, "+.3f"), p_in_words(row["p_holm"])
         rows.append([row["task"], row["scheme"], f"{row['mean']:+.3f}", *words])
     return markdown.table(head, rows)
-
-
-def _mean(values: Mapping[str, Any]) -> str:
-    return f"{values['mean']:.3f} ± {values['sd'] or 0:.3f}"
 
 
 def _reading(record: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...common.markdown import table
-from ...common.paired import diverged, interval_in_words, p_in_words
+from ...common.paired import diverged, interval_in_words, p_in_words, spread_in_words
 from .plan import GROUPS
 from .record import PAPER_ORDER
 from .text import TRAIN_SHARE
@@ -151,7 +151,7 @@ def format_cost(record: Record) -> str:
 def _cells(cell: Mapping[str, Any]) -> list[str]:
     parameters = cell["parameters"]
     scores = [
-        diverged(cell[split][score], cell["seeds"]) or _spread(cell[split][score])
+        diverged(cell[split][score], cell["seeds"]) or spread_in_words(cell[split][score], ",.4f")
         for score, splits in (
             ("accuracy", ("validation", "train", "all_training_batches")),
             ("bits_per_character", ("validation", "train")),
@@ -159,12 +159,8 @@ def _cells(cell: Mapping[str, Any]) -> list[str]:
         for split in splits
     ]
     sizes = [f"{parameters['all']:,}", f"{parameters['all'] - parameters['position_tables']:,}"]
-    cost = [_spread(cell[name], digits=0) for name in ("tokens_per_second", "wall_seconds")]
+    cost = [spread_in_words(cell[name], ",.0f") for name in ("tokens_per_second", "wall_seconds")]
     return [cell["variant"], str(len(cell["seeds"])), *sizes, *scores, *cost]
-
-
-def _spread(summary: Mapping[str, Any], digits: int = 4) -> str:
-    return f"{summary['mean']:,.{digits}f}" + ("" if summary["sd"] is None else f" ± {summary['sd']:,.{digits}f}")
 
 
 def _difference(comparison: Mapping[str, Any]) -> list[str]:
