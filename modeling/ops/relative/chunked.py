@@ -1,6 +1,7 @@
 """Relative attention in linear memory: one chunk of queries at a time, with scores recomputed in the backward pass."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,14 +10,41 @@ from torch import Tensor
 from ..dtypes import at_least_float32
 from ..masking import Structure, four_dimensional, split_mask
 from ..modes import autocast, refuse_second_derivatives, under_transforms
-from .chunk import Operands, relative_chunks
+from ..operator_schema import arguments_of
+from .chunk import Operands, RelativeChunk, relative_chunks
 from .eager import relative_eager
 
 # Calls without causality that have at most this number of (query, key) pairs use `relative_eager`, which is faster:
 # their maps are small, and a chunk would multiply its queries by `c - 1` more rows of the tables than it has keys.
 FEW_PAIRS = 1 << 15
-# The number of tensors that have gradients, which are the op's first arguments.
-DIFFERENTIABLE = 6
+
+
+class RelativeInputs(NamedTuple):
+    """The arguments of the operators that are tensors."""
+
+    query: Tensor  # [B, H, T, D]
+    key: Tensor  # [B, H, S, D]
+    value: Tensor  # [B, H, S, D]
+    embeddings: Tensor | None  # [L, H, D], the rows of `_reached_rows`
+    bias: Tensor | None  # [L, H], the same rows, in the dtype of the query or in float32
+    content_bias: Tensor | None  # [H, D]
+    attention_mask: Tensor | None  # broadcastable to [B, H, T, S]
+    seed: Tensor | None  # [], of the random numbers of dropout, which both passes draw; None without dropout
+
+
+class RelativeSettings(NamedTuple):
+    """The arguments of the operators that are not tensors."""
+
+    scaling: float
+    is_causal: bool
+    sliding_window: int | None
+    dropout: float
+    later_rows: int  # of the rows in `embeddings` and `bias`
+
+
+ARGUMENTS = arguments_of(RelativeInputs, RelativeSettings)
+# The number of tensors that have gradients, which are the first fields of `RelativeInputs`.
+DIFFERENTIABLE = RelativeInputs._fields.index("attention_mask")
 
 
 @under_transforms(relative_eager)
@@ -74,8 +102,8 @@ def relative_chunked(
     kept = bias if embeddings is None else None
     tensors = [x if x is None or x is kept else autocast(x)[0] for x in tensors]
     seed = torch.randint(2**62, (), device="cpu") if dropout else None
-    later_rows -= rows.start
-    output = _forward_op(*tensors, attention_mask, seed, scaling, is_causal, sliding_window, dropout, later_rows)
+    settings = RelativeSettings(scaling, is_causal, sliding_window, dropout, later_rows - rows.start)
+    output = _forward_op(*tensors, attention_mask, seed, *settings)
     return (F.pad(output, (0, 0, 0, 0, unseeing, 0)) if unseeing else output), None
 
 
@@ -98,69 +126,41 @@ def _reached_rows(structure: Structure, later_rows: int) -> slice:
     return slice(max(later_rows - ahead, 0), later_rows + min(structure.keys, window))
 
 
-@torch.library.custom_op("dynattn::relative_chunked", mutates_args=())
-def _forward_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embeddings: Tensor | None,
-    bias: Tensor | None,
-    content_bias: Tensor | None,
-    attention_mask: Tensor | None,
-    seed: Tensor | None,
-    scaling: float,
-    is_causal: bool,
-    sliding_window: int | None,
-    dropout: float,
-    later_rows: int,
-) -> Tensor:
-    """The output `[B, T, H, D]`; arguments are those of `relative_attention`, with tables cut to `_reached_rows`.
-
-    `seed` `[]` is that of the random numbers of dropout, which the backward pass repeats; None without dropout.
-    """
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        operands = _heads_first(query, key, value, embeddings, bias, content_bias, attention_mask)
-        output = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
-        structure = Structure(query.shape[2], key.shape[2], is_causal, sliding_window)
-        for chunk in relative_chunks(structure, later_rows):
-            probs = chunk.probabilities(operands, scaling)
-            kept = chunk.dropout_mask(probs, dropout, seed)
-            weights = (probs if kept is None else probs * kept).to(query.dtype)
+@torch.library.custom_op("dynattn::relative_chunked", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
+def _forward_op(*arguments: Any) -> Tensor:
+    """The output `[B, T, H, D]`, with the fields of `RelativeInputs` and `RelativeSettings` as arguments."""
+    inputs, settings = _as_tuples(arguments)
+    with torch.no_grad(), torch.autocast(inputs.query.device.type, enabled=False):
+        operands = _heads_first(inputs)
+        output = inputs.query.new_zeros(inputs.query.transpose(1, 2).shape)
+        for chunk in _chunks(inputs, settings):
+            probs = chunk.probabilities(operands, settings.scaling)
+            kept = chunk.dropout_mask(probs, settings.dropout, inputs.seed)
+            weights = (probs if kept is None else probs * kept).to(inputs.query.dtype)
             output.permute(2, 0, 1, 3)[:, :, chunk.queries] = weights @ operands.value[:, :, chunk.keys]
         return output
 
 
-@torch.library.custom_op("dynattn::relative_chunked_backward", mutates_args=())
-def _backward_op(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embeddings: Tensor | None,
-    bias: Tensor | None,
-    content_bias: Tensor | None,
-    attention_mask: Tensor | None,
-    seed: Tensor | None,
-    scaling: float,
-    is_causal: bool,
-    sliding_window: int | None,
-    dropout: float,
-    later_rows: int,
-) -> list[Tensor]:
-    """The gradients of those of the first `DIFFERENTIABLE` tensors that are given, each in the shape of its tensor.
+@torch.library.custom_op(
+    "dynattn::relative_chunked_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_output, {ARGUMENTS}) -> Tensor[]",
+)
+def _backward_op(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
+    """The gradients of the `DIFFERENTIABLE` inputs that are given, each in the shape of its tensor.
 
-    `grad_output` is `[B, T, H, D]`.
+    `grad_output` is `[B, T, H, D]`; the other arguments are those of `_forward_op`.
     """
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        operands = _heads_first(query, key, value, embeddings, bias, content_bias, attention_mask)
+    inputs, settings = _as_tuples(arguments)
+    with torch.no_grad(), torch.autocast(inputs.query.device.type, enabled=False):
+        operands = _heads_first(inputs)
         grads = _zeros_like(operands)
         grad_output = grad_output.permute(2, 0, 1, 3).contiguous()
-        structure = Structure(query.shape[2], key.shape[2], is_causal, sliding_window)
-        for chunk in relative_chunks(structure, later_rows):
-            probs = chunk.probabilities(operands, scaling)
-            kept = chunk.dropout_mask(probs, dropout, seed)
+        for chunk in _chunks(inputs, settings):
+            probs = chunk.probabilities(operands, settings.scaling)
+            kept = chunk.dropout_mask(probs, settings.dropout, inputs.seed)
             grad_chunk = grad_output[:, :, chunk.queries]
-            weights = (probs if kept is None else probs * kept).to(query.dtype)
+            weights = (probs if kept is None else probs * kept).to(inputs.query.dtype)
             grads.value[:, :, chunk.keys] += weights.transpose(-1, -2) @ grad_chunk
             grad_probs = (grad_chunk @ operands.value[:, :, chunk.keys].transpose(-1, -2)).to(probs.dtype)
             grad_probs = grad_probs if kept is None else grad_probs.mul_(kept)
@@ -168,15 +168,26 @@ def _backward_op(
             grad_scores = torch.ops.aten._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
             # These maps would otherwise be kept beside those by distance.
             del probs, weights, grad_probs
-            chunk.accumulate(operands, grads, grad_scores.mul_(scaling).to(query.dtype))
+            chunk.accumulate(operands, grads, grad_scores.mul_(settings.scaling).to(inputs.query.dtype))
         return _as_given(grads, operands)
+
+
+def _as_tuples(arguments: Sequence[Any]) -> tuple[RelativeInputs, RelativeSettings]:
+    """The arguments of `_forward_op`, sorted into tensors and others."""
+    count = len(RelativeInputs._fields)
+    return RelativeInputs(*arguments[:count]), RelativeSettings(*arguments[count:])
+
+
+def _chunks(inputs: RelativeInputs, settings: RelativeSettings) -> list[RelativeChunk]:
+    """The chunks of a call, in which the last query is at the last key."""
+    structure = Structure.of_call(inputs.query, inputs.key, None, settings.is_causal, settings.sliding_window)
+    return relative_chunks(structure, settings.later_rows)
 
 
 @_forward_op.register_fake
 def _(query: Tensor, *_: Any) -> Tensor:
-    """An empty output `[B, T, H, D]`."""
-    batch, heads, queries, width = query.shape
-    return query.new_empty(batch, queries, heads, width)
+    """An empty output `[B, T, H, D]` for a query `[B, H, T, D]`."""
+    return query.new_empty(query.transpose(1, 2).shape)
 
 
 @_backward_op.register_fake
@@ -187,8 +198,8 @@ def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Saves all operands but nothing of the output `[B, T, H, D]`; the backward pass computes probabilities again."""
-    ctx.save_for_backward(*inputs[: DIFFERENTIABLE + 2])
-    ctx.settings = inputs[DIFFERENTIABLE + 2 :]
+    ctx.save_for_backward(*inputs[: len(RelativeInputs._fields)])
+    ctx.settings = inputs[len(RelativeInputs._fields) :]
 
 
 def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -196,28 +207,18 @@ def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     grads = iter(_backward_op(grad_output, *tensors, *ctx.settings))
     given = [None if tensor is None else next(grads) for tensor in tensors[:DIFFERENTIABLE]]
-    return *given, None, None, *(None for _ in ctx.settings)
+    return *given, *(None for _ in (*tensors[DIFFERENTIABLE:], *ctx.settings))
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)
 _backward_op.register_autograd(refuse_second_derivatives)
 
 
-def _heads_first(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embeddings: Tensor | None,
-    bias: Tensor | None,
-    content_bias: Tensor | None,
-    attention_mask: Tensor | None,
-) -> Operands:
-    """The op's arguments in the layout that chunks read: heads first, tables from the farthest distance to the nearest.
-
-    Arguments have the shapes of `relative_attention`: `query` `[B, H, T, D]`, `embeddings` `[L, H, D]`, and so on.
-    """
-    visible, added = split_mask(attention_mask)
-    query, key, value = (x.transpose(0, 1).contiguous() for x in (query, key, value))
+def _heads_first(inputs: RelativeInputs) -> Operands:
+    """The inputs in the layout that chunks read: heads first, tables from the farthest distance to the nearest."""
+    query, key, value = (x.transpose(0, 1).contiguous() for x in inputs[:3])
+    embeddings, bias, content_bias = inputs.embeddings, inputs.bias, inputs.content_bias
+    visible, added = split_mask(inputs.attention_mask)
     return Operands(
         query,
         key,
