@@ -202,23 +202,25 @@ class ComposedAttention(nn.Module):
         They are computed in the first step of a generation and then read from the cache. A static cache may be longer
         than the source, so all are cut to its length.
         """
-        cache = None if past_key_values is None else past_key_values.cross_attention_cache
-        if past_key_values is not None and cache is not None and past_key_values.is_updated.get(self.layer_idx):
+        if past_key_values is None:
+            return self._project_source(source, factors)
+        cache, length = past_key_values.cross_attention_cache, source.shape[1]
+        if past_key_values.is_updated.get(self.layer_idx):
             key, value = read_layer(cache, self.layer_idx, source.device)
             if self.key_composition is not None:
                 layer: Any = cache.layers[self.layer_idx]
                 factors = factors.with_key(layer.factors.keys.to(source.device))
         else:
-            if self.key_composition is not None:
-                factors = factors.with_key(self.key_composition(source).key)
-            key, value = self._heads(self.k_proj, source, self.k_norm), self._heads(self.v_proj, source)
-            key, value, factors = self._update_cache(key, value, factors, cache)
-            if past_key_values is not None:
-                past_key_values.is_updated[self.layer_idx] = True
-        length = source.shape[1]
-        if factors.key is not None:
-            factors = factors.with_key(factors.key[:, :, :length])
-        return key[:, :, :length], value[:, :, :length], factors
+            key, value, factors = self._update_cache(*self._project_source(source, factors), cache)
+            past_key_values.is_updated[self.layer_idx] = True
+        key_factors = None if factors.key is None else factors.key[:, :, :length]
+        return key[:, :, :length], value[:, :, :length], factors.with_key(key_factors)
+
+    def _project_source(self, source: Tensor, factors: PackedFactors) -> tuple[Tensor, Tensor, PackedFactors]:
+        """What `_read_source` returns without a cache."""
+        if self.key_composition is not None:
+            factors = factors.with_key(self.key_composition(source).key)
+        return self._heads(self.k_proj, source, self.k_norm), self._heads(self.v_proj, source), factors
 
     def _update_cache(
         self, key: Tensor, value: Tensor, factors: PackedFactors, cache: Cache | None, phases: Tensor | None = None
