@@ -21,7 +21,7 @@ logger = logging.get_logger(__name__)
 MAY_MAKE_MAPS = {"eager"}
 
 
-def chunked_mask(
+def compact_mask(
     *,
     config: Any,
     q_length: int,
@@ -43,18 +43,18 @@ def chunked_mask(
             mask it is False, and `allow_is_bidirectional_skip` says whether padding is all that hides keys.
 
     Returns:
-        None if causality and window are all that hides keys; `[B, S]`, True for real tokens, if there is padding too;
-        else (packed documents, static caches) a complete boolean mask `[B, 1, T, S]`, which includes both.
+        None if the ops hide all that has to be hidden; `[B, S]`, True for real tokens, if there is padding too; else
+        (packed documents, static caches) a complete boolean mask `[B, 1, T, S]`, which includes causality and window.
     """
     end = kv_offset + kv_length
     kwargs |= {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
     kwargs |= {"attention_mask": attention_mask, "allow_is_causal_skip": allow_is_causal_skip}
     if not hasattr(config, "composes"):
         return sdpa_mask(**kwargs)
-    aligned = isinstance(q_offset, int) and q_offset + q_length == end
     bidirectional = not allow_is_causal_skip and kwargs.get("allow_is_bidirectional_skip", False)
     # Only causality and windows depend on the positions of queries.
-    placed = aligned or (bidirectional and kwargs.get("local_size") is None)
+    positions_matter = not bidirectional or kwargs.get("local_size") is not None
+    placed = not positions_matter or (isinstance(q_offset, int) and q_offset + q_length == end)
     covered = attention_mask is None or attention_mask.shape[1] >= end
     if not ((allow_is_causal_skip or bidirectional) and placed and covered):
         return sdpa_mask(**{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
@@ -67,7 +67,7 @@ def chunked_mask(
 def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
     """Returns the op `attend` as a function of Transformers' attention interface.
 
-    The function takes `query` `[B, H, T, D]`, `key` and `value` `[B, H_kv, S, D]`, and a mask from `chunked_mask`. It
+    The function takes `query` `[B, H, T, D]`, `key` and `value` `[B, H_kv, S, D]`, and a mask from `compact_mask`. It
     returns the output `[B, T, H, D]` and the attention maps `[B, H, T, S]`, or None if `attend` returns none.
     """
 
@@ -96,8 +96,8 @@ def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..
         """
         _refuse_dropout(dropout)
         if paged is not None:
-            given = (query, key, value, pre, post, scaling, sliding_window, attend, tables)
-            return paged.attend(module.layer_idx, *given), None
+            layer = module.layer_idx
+            return paged.attend(layer, query, key, value, pre, post, scaling, sliding_window, attend, tables), None
         masking = mask_arguments(attention_mask, sliding_window, getattr(module, "is_causal", True))
         mask = masking["attention_mask"]
         composed: dict[str, Any] = {"pre": pre, "post": post, "scaling": scaling, "first_keys": first_keys}
@@ -120,7 +120,7 @@ def _refuse_dropout(dropout: float) -> None:
 
 
 def mask_arguments(attention_mask: Tensor | None, sliding_window: int | None, is_causal: bool = True) -> dict[str, Any]:
-    """The ops' arguments for a mask from `chunked_mask`.
+    """The ops' arguments for a mask from `compact_mask`.
 
     A mask `[B, 1, T, S]` includes causality and window, which the op then must not apply again; a mask `[B, S]` or None
     leaves both to the op.
@@ -215,7 +215,7 @@ def check_new_implementation(name: str, attend: Attention) -> None:
 
 def _register_with_transformers(name: str) -> None:
     AttentionInterface.register(name, attention_function(COMPOSING_IMPLEMENTATIONS[name]))
-    AttentionMaskInterface.register(name, chunked_mask)
+    AttentionMaskInterface.register(name, compact_mask)
 
 
 # RCMHA has attention of its own, and Transformers looks up only its masks by these names.

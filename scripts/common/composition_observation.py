@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from dynattn.modeling.layers.attention_interface import attention_function, chunked_mask
+from dynattn.modeling.layers.attention_interface import attention_function, compact_mask
 from dynattn.modeling.ops.dcmha.composition import Composition
 from dynattn.modeling.ops.dcmha.eager import AttentionMaps, dcmha_eager
 from dynattn.modeling.ops.distance_tables import NO_TABLES, DistanceTables
@@ -71,7 +71,7 @@ def attention_through(
         return attention_function(observed)(module, *args, **options, **stages)
 
     AttentionInterface.register(IMPLEMENTATION, attend)
-    AttentionMaskInterface.register(IMPLEMENTATION, chunked_mask)
+    AttentionMaskInterface.register(IMPLEMENTATION, compact_mask)
     config, before = model.config, model.config._attn_implementation
     config._attn_implementation = IMPLEMENTATION
     try:

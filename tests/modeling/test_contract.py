@@ -31,7 +31,7 @@ from dynattn import (
     RCMHAForCausalLM,
 )
 from dynattn.modeling.caches.names import CACHE_NAME, NEW_NAME
-from dynattn.modeling.layers.attention_interface import attention_function, chunked_mask
+from dynattn.modeling.layers.attention_interface import attention_function, compact_mask
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 
 TINY = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -260,7 +260,7 @@ def test_an_implementation_that_is_set_in_the_configuration_of_a_finished_model_
 
 def test_a_function_that_others_register_with_transformers_may_compose_heads() -> None:
     AttentionInterface.register("of_others", attention_function(dcmha_eager))
-    AttentionMaskInterface.register("of_others", chunked_mask)
+    AttentionMaskInterface.register("of_others", compact_mask)
     model = make_model(attn_implementation="eager")
     with torch.no_grad():
         expected = model(IDS).logits

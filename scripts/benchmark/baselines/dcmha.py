@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from dynattn.modeling.layers.attention_interface import chunked_mask
+from dynattn.modeling.layers.attention_interface import compact_mask
 from dynattn.modeling.ops.dcmha.composition import Composition
 from dynattn.modeling.ops.masking import visible_keys
 
@@ -101,7 +101,7 @@ def in_models(
 IN_MODELS = {"official": False, f"official{COMPILED}": True}
 for _name, _compiles in IN_MODELS.items():
     AttentionInterface.register(_name, partial(in_models, compile_rows=_compiles))
-    AttentionMaskInterface.register(_name, chunked_mask)
+    AttentionMaskInterface.register(_name, compact_mask)
 
 
 def visible_pairs(inputs: OpInputs) -> Tensor | None:
