@@ -1,6 +1,5 @@
 """RCMHA: a Transformer-XL-style decoder with relative convolutional attention (arXiv 2308.03429), and its baselines."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_rcmha import RCMHAConfig
+from .caches.key_places import key_count
 from .caches.names import takes_either_name
 from .caches.segment_memory import SegmentMemoryLayer, upgrade_to_memory_cache
 from .common.activation_checkpointing import drops_caches
@@ -122,19 +122,33 @@ class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
 
     def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, dict[str, Any]]]:
         """The embeddings `[B, T, E]`, with absolute positions added if the model has any, and the layers' `Segment`."""
-        hidden_states = with_absolute_positions(self.config, self.embed_positions, inputs)
+        config, cache, embeddings = self.config, inputs.past_key_values, inputs.inputs_embeds
         segment = describe_segment(
-            self.config,
-            inputs.inputs_embeds,
-            inputs.position_ids,
-            inputs.past_key_values,
-            inputs.masks[self.config.layer_types[0]],
+            config,
+            embeddings,
+            cache,
+            inputs.masks[config.layer_types[0]],
             given_mask=given.attention_mask,
             document_starts=inputs.document_starts,
-            rotary_emb=self.rotary_emb,
-            bias_of=partial(self.scheme_bias, device=inputs.inputs_embeds.device),
         )
-        return hidden_states, {layer_type: {"segment": segment} for layer_type in self.config.layer_types}
+        keys = key_count(cache, 0, segment.length)
+        segment = segment._replace(
+            rotary=self.rotations(inputs, keys), scheme_bias=self.scheme_bias(keys, embeddings.device)
+        )
+        hidden_states = with_absolute_positions(config, self.embed_positions, inputs)
+        return hidden_states, {layer_type: {"segment": segment} for layer_type in config.layer_types}
+
+    def rotations(self, inputs: DecoderInputs, keys: int) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines `[B, N, D]` of all `N` tokens that layers project (see `Segment`); None without `"rope"`.
+
+        With segment memory these are all `keys`, which are turned by their places among them.
+        """
+        if self.rotary_emb is None:
+            return None
+        embeddings, position_ids = inputs.inputs_embeds, inputs.position_ids
+        if self.config.memory_type == "segment" and keys != embeddings.shape[1]:
+            position_ids = torch.arange(keys, device=embeddings.device)[None]
+        return self.rotary_emb(embeddings, position_ids)
 
     def scheme_bias(self, keys: int, device: torch.device) -> Tensor | None:
         """The bias `[S, H]` of the position scheme for distances to `S` keys, at least float32; None if it has none."""

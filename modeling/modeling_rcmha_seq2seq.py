@@ -140,8 +140,7 @@ class RCMHASeq2SeqEncoder(SourceEncoderBody, RCMHASeq2SeqStack):
         """
         if self.config.convolves and attention_mask is None and position_ids is not None:
             refuse_packed_documents(position_ids)
-        length = hidden_states.shape[1]
-        segment = Segment(length, token_mask=source_token_mask(self.config, attention_mask, length))
+        segment = Segment(hidden_states.shape[1], token_mask=source_token_mask(self.config, attention_mask))
         return super().run_layers(hidden_states, attention_mask, rotations, position_ids, segment=segment, **kwargs)
 
 
@@ -172,16 +171,7 @@ class RCMHASeq2SeqDecoder(Seq2SeqDecoderBody, RCMHASeq2SeqStack):
     ) -> dict[str, Any]:
         """The `Segment` of the target, and which source tokens are real `[B, S]`; arguments are those of the base."""
         own: Cache | None = None if cache is None else cache.self_attention_cache
-        segment = describe_segment(
-            self.config,
-            inputs_embeds,
-            None,
-            own,
-            masks["attention_mask"],
-            given_mask=attention_mask,
-            document_starts=None,
-            rotary_emb=None,
-        )
+        segment = describe_segment(self.config, inputs_embeds, own, masks["attention_mask"], given_mask=attention_mask)
         return {"segment": segment, "source_mask": source_token_mask(self.config, encoder_attention_mask)}
 
 
@@ -201,13 +191,13 @@ class RCMHASeq2SeqForConditionalGeneration(Seq2SeqLMHead, RCMHASeq2SeqPreTrained
     base_class = RCMHASeq2SeqModel
 
 
-def source_token_mask(config: RCMHASeq2SeqConfig, attention_mask: Any, length: int | None = None) -> Tensor | None:
+def source_token_mask(config: RCMHASeq2SeqConfig, attention_mask: Any) -> Tensor | None:
     """Which source tokens are real and not padding, `[B, S]`; None where all are, or nothing is convolved."""
     if isinstance(attention_mask, dict):
         attention_mask = attention_mask["full_attention"]
     if not config.convolves or attention_mask is None:
         return None
-    length = attention_mask.shape[-1] if length is None else length
+    length = attention_mask.shape[-1]
     mask = attention_mask if attention_mask.ndim == 4 else None
     return real_token_mask(attention_mask, mask, length, length, None, end=length)
 

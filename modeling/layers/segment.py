@@ -1,10 +1,9 @@
 """What the layers of an RCMHA model need to know about the segment of tokens that they process."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.utils.import_utils import is_tracing
@@ -31,29 +30,23 @@ class Segment(NamedTuple):
 def describe_segment(
     config: PreTrainedConfig,
     inputs_embeds: Tensor,
-    position_ids: Tensor | None,
     cache: Cache | None,
     mask: Tensor | None,
     *,
     given_mask: Any,
-    document_starts: Tensor | None,
-    rotary_emb: nn.Module | None,
-    bias_of: Callable[[int], Tensor | None] | None = None,
+    document_starts: Tensor | None = None,
 ) -> Segment:
-    """Derives a segment from the inputs of a decoder.
+    """Derives a segment, without what position schemes add, from the inputs of a decoder.
 
     Args:
         inputs_embeds: `[B, T, E]`.
-        position_ids: `[B, T]` or `[1, T]`; read only for a rotary embedding.
         cache: the memory of earlier segments.
         mask: the mask of the layers, `[B, 1, T, S]` or None.
         given_mask: the `attention_mask` that the caller gave.
         document_starts: `[B, T]`, index of the first token of each token's document; None if every row is one document.
-        rotary_emb: the model's rotary embedding, if it has one.
-        bias_of: returns the bias `[S, H]` of the position scheme for `S` keys, if it has one.
 
     Raises:
-        ValueError: the batch is not the memory's, or the segment reaches over more keys than the model has positions.
+        ValueError: the segment reaches over more keys than the relative position tables have rows.
     """
     length = inputs_embeds.shape[1]
     keys = key_count(cache, 0, length)
@@ -65,13 +58,7 @@ def describe_segment(
     read = keys if config.memory_type == "segment" else length
     end = length + (0 if cache is None else cache.get_seq_length())
     token_mask = real_token_mask(given_mask, mask, length, read, query_offset, end) if config.convolves else None
-    rotary = None
-    if rotary_emb is not None:
-        if read != length:
-            position_ids = torch.arange(read, device=inputs_embeds.device)[None]
-        rotary = rotary_emb(inputs_embeds, position_ids)
-    scheme_bias = None if bias_of is None else bias_of(keys)
-    return Segment(length, query_offset, token_mask, document_positions, rotary, scheme_bias)
+    return Segment(length, query_offset, token_mask, document_positions)
 
 
 def real_token_mask(
