@@ -10,7 +10,7 @@ from transformers.utils.import_utils import is_tracing
 from ..ops.chunked_loss import IGNORED
 from ..ops.dtypes import at_least_float32
 from ..ops.modes import are_transforms_active
-from .decoder_inputs import is_complete_mask
+from .input_checks import is_complete_mask
 
 
 def first_token(hidden_states: Tensor, attention_mask: Any) -> Tensor:

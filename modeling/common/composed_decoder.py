@@ -17,7 +17,8 @@ from ..positions.learned_tables import DistanceTable, learned_bias, learned_gain
 from ..positions.rotary import rotaries_by_layer_type, rotary_of
 from .composed_model import ComposedPreTrainedModel
 from .decoder import DecoderBody, DecoderPreTrainedModel
-from .decoder_inputs import DecoderArguments, DecoderInputs, is_complete_mask, new_token_mask, with_absolute_positions
+from .decoder_inputs import DecoderArguments, DecoderInputs, new_token_mask, with_absolute_positions
+from .input_checks import is_complete_mask
 
 
 class ComposedDecoderPreTrainedModel(ComposedPreTrainedModel, DecoderPreTrainedModel):

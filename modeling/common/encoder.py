@@ -13,7 +13,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..caches.names import NEW_NAME, OLD_NAME
 from ..layers.attention_interface import implementation_for
-from .decoder_inputs import check_attention_mask, check_position_ids, check_tokens, mask_beside_borders
+from .input_checks import check_attention_mask, check_position_ids, check_tokens, mask_beside_borders
 from .layer_types import layer_types_of, typed_layers
 from .packed_documents import packed_starts, same_document, starts_by_borders
 

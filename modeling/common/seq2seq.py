@@ -19,8 +19,9 @@ from transformers.utils.import_utils import is_tracing
 from ..caches.names import cache_in, named_cache, takes_either_name
 from ..ops.chunked_loss import IGNORED
 from .classification import check_token_labels
-from .decoder_inputs import is_complete_mask, positions_of_real_tokens
+from .decoder_inputs import positions_of_real_tokens
 from .encoder import EncoderBody
+from .input_checks import is_complete_mask
 from .seq2seq_decoder import check_length, refuse_positions
 
 

@@ -18,13 +18,8 @@ from ..caches.key_places import past_tokens_within
 from ..caches.names import named_cache, takes_either_name
 from ..layers.attention_interface import implementation_for
 from .activation_checkpointing import check_keeps_cache
-from .decoder_inputs import (
-    check_attention_mask,
-    check_cached_length,
-    check_tokens,
-    positions_of_real_tokens,
-    refuse_later_tokens,
-)
+from .decoder_inputs import positions_of_real_tokens, refuse_later_tokens
+from .input_checks import check_attention_mask, check_cached_length, check_tokens
 
 
 class Seq2SeqDecoderBody:

@@ -1,0 +1,130 @@
+"""Checks of the inputs that encoders and decoders have in common: tokens, positions, masks, and what a cache holds."""
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, StaticLayer
+from transformers.utils.import_utils import is_tracing
+
+from ..ops.validation import check_mask_dtype
+
+
+def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:
+    """Raises ValueError unless exactly one input is given, `[B, T]` ids or `[B, T, E]` embeddings, with T >= 1."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("give exactly one of input_ids and inputs_embeds")
+    if input_ids is not None and (input_ids.ndim != 2 or input_ids.shape[1] == 0):
+        shape = tuple(input_ids.shape)
+        raise ValueError(f"input_ids must be [batch, length] with at least one token, not of shape {shape}")
+    if inputs_embeds is not None and (inputs_embeds.ndim != 3 or inputs_embeds.shape[1] == 0):
+        shape = tuple(inputs_embeds.shape)
+        raise ValueError(
+            f"inputs_embeds must be [batch, length, hidden_size] with at least one token, not of shape {shape}"
+        )
+
+
+def check_position_ids(position_ids: Tensor | None, inputs_embeds: Tensor) -> None:
+    """Raises ValueError unless positions are `[B, T]` or `[1, T]` for embeddings `[B, T, E]`; not while tracing."""
+    if position_ids is None or is_tracing(inputs_embeds):
+        return
+    batch, length = inputs_embeds.shape[:2]
+    if tuple(position_ids.shape) not in ((batch, length), (1, length)):
+        shape = tuple(position_ids.shape)
+        raise ValueError(
+            f"position_ids of shape {shape} must be [{batch}, {length}] or [1, {length}], one position for each token"
+        )
+
+
+def check_attention_mask(attention_mask: Any, inputs_embeds: Tensor, cache: Cache | None, exact: bool = False) -> None:
+    """Raises ValueError if a `[B, S]` mask does not fit embeddings `[B, T, E]`, or hides a whole row of the batch.
+
+    Of masks `[B, 1, T, S]` only the dtype is checked, of prepared masks nothing. With a cache only the shape is
+    checked, because a short row may be all padding in the first chunk of a prompt, and because reading values makes
+    decoding wait for the device.
+
+    Args:
+        exact: whether the mask must be of the tokens of `inputs_embeds` alone, and not of cached ones before them.
+    """
+    if not isinstance(attention_mask, Tensor):
+        return
+    if attention_mask.ndim == 4:
+        check_mask_dtype(attention_mask)
+        return
+    batch, length = inputs_embeds.shape[:2]
+    shape = tuple(attention_mask.shape)
+    if len(shape) != 2 or shape[0] != batch or shape[1] < length or (exact and shape[1] > length):
+        raise ValueError(
+            f"attention_mask of shape {shape} does not fit {batch} rows of {length} tokens; give one value for each "
+            f"{'token' if exact else 'cached and new token'}"
+        )
+    if cache is not None or length == 1 or is_tracing(attention_mask):
+        return
+    hidden_rows = (~attention_mask.bool().any(dim=-1)).nonzero().flatten().tolist()
+    if hidden_rows:
+        raise ValueError(f"attention_mask hides every token of rows {hidden_rows}; drop those rows from the batch")
+
+
+def is_complete_mask(attention_mask: Any) -> bool:
+    """Whether a mask has an entry for every pair of query and key: `[B, 1, T, S]`, or masks prepared by the caller."""
+    return isinstance(attention_mask, dict) or getattr(attention_mask, "ndim", 0) == 4
+
+
+def mask_beside_borders(attention_mask: Any) -> Any:
+    """The caller's mask beside `cu_seq_lens`: a mask `[B, S]` must hide nothing and is dropped.
+
+    Values cannot be read while tracing; the mask is then taken to hide nothing.
+
+    Raises:
+        ValueError: a mask `[B, S]` hides tokens.
+    """
+    if attention_mask is None or is_complete_mask(attention_mask):
+        return attention_mask
+    if not is_tracing(attention_mask) and not attention_mask.all():
+        raise ValueError(
+            f"attention_mask hides {int((attention_mask == 0).sum())} tokens of documents packed by cu_seq_lens; drop "
+            "those tokens from the row, or make a document of them"
+        )
+    return None
+
+
+def check_cached_length(attention_mask: Any, inputs_embeds: Tensor, cache: Cache) -> None:
+    """Raises ValueError if a `[B, S]` mask ends before the tokens `[B, T, E]` after a cache, or the cache before them.
+
+    Masks `[B, 1, T, S]` and prepared masks are not checked. The check is skipped while tracing, and where the number of
+    cached tokens would have to be read from a device.
+    """
+    past = None if is_tracing(inputs_embeds) else cached_tokens(cache)
+    if past is None:
+        return
+    length = inputs_embeds.shape[1]
+    checked = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
+    if checked and attention_mask.shape[1] < past + length:
+        raise ValueError(
+            f"attention_mask has {attention_mask.shape[1]} columns for {past} cached and {length} new tokens; "
+            f"give {past + length}"
+        )
+    rooms = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
+    if rooms and rooms[0] < past + length:
+        raise ValueError(
+            f"past_key_values has room for max_cache_len={rooms[0]} tokens, and {past} cached and {length} new ones "
+            f"come to {past + length}; make it with max_cache_len={past + length} or more"
+        )
+
+
+def cached_tokens(cache: Cache) -> int | None:
+    """The number of tokens in a cache; None if only tensors on a device other than the CPU tell."""
+    layers: list[Any] = cache.layers
+    lengths = [layer.get_seq_length() for layer in layers] or [0]
+    known = (int(length) for length in lengths if not isinstance(length, Tensor) or length.device.type == "cpu")
+    return next(known, None)
+
+
+def check_batch(batch: int, cache: Cache | None) -> None:
+    """Raises ValueError if `cache` holds tokens of another number of rows; a quantized layer does not tell."""
+    layer: Any = cache.layers[0] if cache is not None and cache.layers else None
+    if layer is not None and layer.is_initialized and layer.keys.ndim == 4 and layer.keys.shape[0] != batch:
+        raise ValueError(
+            f"past_key_values is of a batch of {layer.keys.shape[0]} rows and the input of {batch}; "
+            "continue with the rows that it came from, repeat them for beams or several sequences "
+            "(past_key_values.batch_repeat_interleave), or start without it"
+        )
