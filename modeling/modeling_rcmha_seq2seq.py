@@ -22,18 +22,23 @@ from .layers.relative_attention import RCMHAAttention, RCMHACrossAttention
 from .layers.segment import Segment, describe_segment, real_token_mask
 
 
-class RCMHASeq2SeqEncoderLayer(GradientCheckpointingLayer):
-    """Pre-norm attention in both directions, then a pre-norm MLP, each with a residual."""
+class RCMHASeq2SeqLayer(GradientCheckpointingLayer):
+    """The modules that layers of encoder and decoder share: self-attention, the MLP and their norms."""
 
-    is_causal = False
-
-    def __init__(self, config: RCMHASeq2SeqConfig, layer_idx: int) -> None:
+    def __init__(self, config: RCMHASeq2SeqConfig, layer_idx: int, *, is_causal: bool) -> None:
         super().__init__()
-        self.self_attn = RCMHAAttention(config, layer_idx, is_causal=self.is_causal)
+        self.self_attn = RCMHAAttention(config, layer_idx, is_causal=is_causal)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act)
         self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout)
+
+
+class RCMHASeq2SeqEncoderLayer(RCMHASeq2SeqLayer):
+    """Pre-norm attention in both directions, then a pre-norm MLP, each with a residual."""
+
+    def __init__(self, config: RCMHASeq2SeqConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx, is_causal=False)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Maps hidden states `[B, S, E]` to hidden states `[B, S, E]`; keywords are those of `RCMHAAttention`."""
@@ -41,18 +46,16 @@ class RCMHASeq2SeqEncoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
 
 
-class RCMHASeq2SeqDecoderLayer(RCMHASeq2SeqEncoderLayer):
-    """Pre-norm causal attention, attention to the source, then the MLP."""
-
-    is_causal = True
+class RCMHASeq2SeqDecoderLayer(RCMHASeq2SeqLayer):
+    """Pre-norm causal attention, attention to the source, then the MLP, each with a residual."""
 
     def __init__(self, config: RCMHASeq2SeqConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
+        super().__init__(config, layer_idx, is_causal=True)
         self.cross_attn = RCMHACrossAttention(config, layer_idx)
         self.cross_attn_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     @takes_either_name
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor,
