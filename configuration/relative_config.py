@@ -68,7 +68,8 @@ class RelativeConfig(PortableConfig):
         """Raises ValueError where a field has none of its choices, or a relative model has a position scheme too.
 
         Args:
-            choices: for each field that a subclass adds, the values that it may have.
+            choices: for each field that a subclass adds, the values that it may have. One of these fields is
+                `position_scheme`.
         """
         check_choices(self, attention_type=ATTENTION_TYPES, **choices)
         if self.is_relative and self.position_scheme != "none":

@@ -132,7 +132,7 @@ class _StreamingDynamicMixin(StreamingLayerMixin):
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last tokens.
+        """Removes the last tokens; Transformers gives their number as a negative one.
 
         Raises:
             RuntimeError: the contexts of the tokens before them are lost, because the past was not recorded, or was

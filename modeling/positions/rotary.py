@@ -63,7 +63,7 @@ class RotaryEmbedding(nn.Module):
     @torch.no_grad()
     @dynamic_rope_update
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines `[B, T, rotary_dim]` at `position_ids` `[B, T]`, in the dtype of `x`."""
+        """Returns cosines and sines `[B, T, rotary_dim]` at `position_ids` `[B, T]`; see the class for their dtype."""
         angles = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
         angles = torch.cat((angles, angles), dim=-1)
         dtype = x.dtype if self.least_dtype is None else torch.promote_types(x.dtype, self.least_dtype)

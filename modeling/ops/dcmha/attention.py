@@ -7,7 +7,7 @@
     output = probs V                    [B, T, H, D]
 
 Dimension letters: `B` batch, `T` queries, `S` keys, `H` heads, `H_kv` heads of keys and values, `D` head width, `R`
-rank, `L` rows of a table by distance. Those of the whole package are listed in `modeling/ops/README.md`.
+rank, `L` rows of a table by distance. Those of all ops are listed in `modeling/ops/README.md`.
 """
 
 from collections.abc import Callable, Sequence

@@ -7,8 +7,8 @@ It is the attention of Transformer-XL (arXiv 1901.02860) with learned tables ins
 
 `r` and `b` are learned tables, position embeddings and a position bias, with one row for each distance. Distances are
 negative for later keys, which attention without causality sees too. `u` is a content bias. Each of the three may be
-absent; without all three the op is plain multi-head attention. Dimension letters are those of the package, and `L` is
-the length of the tables.
+absent; without all three the op is plain multi-head attention. Dimension letters are those of
+`modeling/ops/README.md`; `L` is the length of the tables.
 """
 
 import functools
