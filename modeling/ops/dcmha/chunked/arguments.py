@@ -70,6 +70,13 @@ class DecodeStep(NamedTuple):
     mask: Tensor | None = None  # four dimensions that broadcast to [B, H, 1, S]
     tables: DistanceTables = NO_TABLES
 
+    def with_last_keys(self, count: int) -> "DecodeStep":
+        """The same step for the last `count` keys, as views; the query sees no others."""
+        window = slice(-count, None)
+        pre, post = (None if stage is None else stage.narrow(keys=window) for stage in (self.pre, self.post))
+        mask = self.mask if self.mask is None or self.mask.shape[-1] == 1 else self.mask[..., window]
+        return self._replace(key=self.key[:, :, window], value=self.value[:, :, window], pre=pre, post=post, mask=mask)
+
     @property
     def groups(self) -> int:
         """The head groups of the stages, which have the same number in the steps that C code takes."""

@@ -125,7 +125,8 @@ def dcmha_chunked(
         attention_mask = four_dimensional(attention_mask)
     if query.shape[2] == 1:
         mask = with_first_keys(attention_mask, first_keys, key.shape[2], query.device)
-        return _attend_one_query(query, key, value, pre, post, scaling, mask, is_causal, sliding_window, tables), None
+        step = DecodeStep(query, key, value, pre, post, scaling, mask, tables)
+        return _attend_one_query(step, is_causal, sliding_window), None
     factors = (*pack_factors(pre), *pack_factors(post))
     others = (attention_mask, first_keys, tables.bias, tables.gain, tables.offset_tensor)
     inputs = ChunkedInputs(query, key, value, *factors, *others)
@@ -134,38 +135,17 @@ def dcmha_chunked(
     return _forward_op(*inputs, *settings), None
 
 
-def _attend_one_query(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: Composition | None,
-    post: Composition | None,
-    scaling: float,
-    mask: Tensor | None,
-    is_causal: bool,
-    sliding_window: int | None,
-    tables: DistanceTables,
-) -> Tensor:
-    """Attention of a single query `[B, H, 1, D]` at position `tables.offset`, by default that of the last key.
+def _attend_one_query(step: DecodeStep, is_causal: bool, sliding_window: int | None) -> Tensor:
+    """Attention of a query at position `step.tables.offset`, by default that of the last key: `[B, 1, H, D]`.
 
     At the last key causality hides nothing, and a window just keeps the last keys. At any other position both become
     part of the mask.
-
-    Args:
-        key, value: `[B, H_kv, S, D]`.
-        mask: four dimensions that broadcast to `[B, H, 1, S]`.
-
-    Returns:
-        `[B, 1, H, D]`.
     """
-    if tables.offset is not None:
-        mask = mask_one_query(mask, key.shape[2], is_causal, sliding_window, tables.offset, query.device)
-        sliding_window = None  # it is part of the mask now
-    if sliding_window is not None and sliding_window < key.shape[2]:
-        window = slice(-sliding_window, None)
-        key, value = key[:, :, window], value[:, :, window]
-        pre, post = (None if stage is None else stage.narrow(keys=window) for stage in (pre, post))
-        if mask is not None and mask.shape[-1] > 1:
-            mask = mask[..., window]
-    with without_autocast(query.device):
-        return attend_to_cache(DecodeStep(query, key, value, pre, post, scaling, mask, tables))
+    keys, device = step.key.shape[2], step.query.device
+    if step.tables.offset is not None:
+        mask = mask_one_query(step.mask, keys, is_causal, sliding_window, step.tables.offset, device)
+        step, sliding_window = step._replace(mask=mask), None  # the window is part of the mask now
+    if sliding_window is not None and sliding_window < keys:
+        step = step.with_last_keys(sliding_window)
+    with without_autocast(device):
+        return attend_to_cache(step)
