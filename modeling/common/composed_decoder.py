@@ -75,7 +75,8 @@ class ComposedDecoderBody(DecoderBody):
 
         The arguments are positions, the starts of packed documents, rotary cosines and sines, and tables by distance.
         """
-        hidden_states, config = with_absolute_positions(self.config, self.embed_positions, inputs), self.config
+        config = self.config
+        hidden_states = with_absolute_positions(config, self.embed_positions, inputs)
         shared = {
             "position_ids": inputs.position_ids,
             "first_keys": None if is_complete_mask(given.attention_mask) else inputs.document_starts,
