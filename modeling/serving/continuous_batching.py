@@ -26,9 +26,9 @@ from .requirements import (
     check_joins,
     check_model,
     check_request,
-    check_room,
     check_settings,
     new_token_limit,
+    room_for_answer,
     with_defaults_of,
 )
 
@@ -107,7 +107,7 @@ class ComposedBatchingManager(ContinuousBatchingManager):
         """As in Transformers. Without any limit a request may generate until the positions or the cache end.
 
         Raises:
-            ValueError: the model or the cache cannot serve the request, see `check_request`, `check_room` and
+            ValueError: the model or the cache cannot serve the request, see `check_request`, `room_for_answer` and
                 `new_token_limit`.
         """
         if max_new_tokens is None:
@@ -115,7 +115,7 @@ class ComposedBatchingManager(ContinuousBatchingManager):
         check_request(self.model.config, input_ids, max_new_tokens)
         if self.background_thread_status.can_accept_new_requests() is None:
             positions = self.model.config.max_position_embeddings - len(input_ids)
-            max_new_tokens = check_room(self._make_cache(), len(input_ids), max_new_tokens, positions)
+            max_new_tokens = room_for_answer(self._make_cache(), len(input_ids), max_new_tokens, positions)
         return super().add_request(input_ids, request_id, max_new_tokens, **options)
 
     def start(self) -> None:

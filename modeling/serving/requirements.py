@@ -217,7 +217,7 @@ def check_request(config: Any, input_ids: Sequence[int], max_new_tokens: int | N
         )
 
 
-def check_room(cache: Any, prompt_length: int, max_new_tokens: int | None, positions: int) -> int:
+def room_for_answer(cache: Any, prompt_length: int, max_new_tokens: int | None, positions: int) -> int:
     """Returns how many tokens the answer may have, so that the paged cache has room for the request if it is alone.
 
     Transformers would end the thread that computes all requests.
