@@ -29,6 +29,8 @@ default_role = "literal"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_class_signature = "separated"
+# Longer signatures have a line for each parameter.
+maximum_signature_line_length = 120
 napoleon_google_docstring = True
 
 html_theme = "furo"
