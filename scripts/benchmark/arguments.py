@@ -25,65 +25,67 @@ class BenchmarkArguments:
     subjects: list[str] | None = field(
         default=None,
         metadata={
-            "help": "What to measure: attention, block, training, prefill, decode, step, relative, bidirectional, "
-            "long, positions, profile; all but the last four if not given."
+            "help": "what to measure: attention, block, training, prefill, decode, step, relative, bidirectional, "
+            "long, positions, profile; all but the last four if not given"
         },
     )
     shapes: list[str] | None = field(
         default=None,
-        metadata={"help": "HEADSxWIDTH@LENGTH, for relative also +MEMORY; each subject's own if not given."},
+        metadata={"help": "HEADSxWIDTH@LENGTH, for relative also +MEMORY; each subject's own if not given"},
     )
     implementations: list[str] | None = field(
-        default=None, metadata={"help": "Measure only these candidates, by their names in the tables."}
+        default=None, metadata={"help": "measure only these candidates, by their names in the tables"}
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = field(default="float32", metadata={"help": "Number format."})
-    device: str = field(default="cpu", metadata={"help": "Where to compute: cpu, cuda, cuda:1 ..."})
+    dtype: Literal["float32", "bfloat16", "float16"] = field(default="float32", metadata={"help": "number format"})
+    device: str = field(default="cpu", metadata={"help": "where to compute: cpu, cuda, cuda:1 ..."})
     threads: int | None = field(
-        default=None, metadata={"help": "Threads on the CPU; OMP_NUM_THREADS if not given, or 1."}
+        default=None, metadata={"help": "threads on the CPU; OMP_NUM_THREADS if not given, or 1"}
     )
-    window: int | None = field(default=None, metadata={"help": "Keys that a query sees, itself included."})
+    window: int | None = field(
+        default=None, metadata={"help": "keys that a query sees, itself included; all if not given"}
+    )
     layer_types: Literal["L", "LG", "LGLL"] = field(
         default="L",
-        metadata={"help": "Layers of a model with --window, repeated: L has the window, G sees all keys."},
+        metadata={"help": "layers of a model with --window, repeated: L has the window, G sees all keys"},
     )
-    batch_size: int = field(default=1, metadata={"help": "Sequences in a batch."})
-    layers: int = field(default=LAYERS, metadata={"help": "Layers of the model (training and prefill)."})
-    vocabulary: int = field(default=VOCABULARY, metadata={"help": "Vocabulary size of the model."})
+    batch_size: int = field(default=1, metadata={"help": "sequences in a batch"})
+    layers: int = field(default=LAYERS, metadata={"help": "layers of the model (training and prefill)"})
+    vocabulary: int = field(default=VOCABULARY, metadata={"help": "vocabulary size of the model"})
     rounds: int | None = field(
         default=None,
-        metadata={"help": f"Rounds, each over all candidates; {ROUNDS} if not given, with --quick {QUICK_ROUNDS}."},
+        metadata={"help": f"rounds, each over all candidates; {ROUNDS} if not given, with --quick {QUICK_ROUNDS}"},
     )
     budget: float | None = field(
         default=None,
         metadata={
-            "help": "Seconds for a candidate. If its first call takes longer, it is left out of this case and of those "
-            "with more tokens; if its samples take longer in total, it stops after three rounds."
+            "help": "seconds for a candidate, by default any number; if its first call takes longer, it is left out of "
+            "this case and of those with more tokens; if its samples take longer in total, it stops after three rounds"
         },
     )
     preset: Literal["gpu"] | None = field(
         default=None,
         metadata={
             "help": "gpu: tune the Triton kernels and measure everything for a GPU's record, in runs of ten minutes "
-            "that --resume continues."
+            "that --resume continues"
         },
     )
     parts: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Only these parts of the preset, with the constants that the package has, or that an earlier "
-            "command has found in --output; nothing is tuned."
+            "help": "only these parts of the preset, which an unknown name lists, with the constants that the package "
+            "has, or that an earlier command has found in --output; nothing is tuned"
         },
     )
-    quick: bool = field(default=False, metadata={"help": "Small shapes, few rounds, nothing compiled: a minute."})
-    seed: int = field(default=0, metadata={"help": "Seed of inputs and weights."})
-    output: str = field(default="runs/benchmark", metadata={"help": "Folder for record.json, table.md and the plots."})
-    overwrite: bool = field(default=False, metadata={"help": "Replace the record that is in --output."})
+    quick: bool = field(default=False, metadata={"help": "small shapes, few rounds, nothing compiled: a minute"})
+    seed: int = field(default=0, metadata={"help": "seed of inputs and weights"})
+    output: str = field(default="runs/benchmark", metadata={"help": "folder for record.json, table.md and the plots"})
+    overwrite: bool = field(default=False, metadata={"help": "replace the record that is in --output"})
     resume: bool = field(
-        default=False, metadata={"help": "Continue the record in --output: measure only the cases that it lacks."}
+        default=False, metadata={"help": "continue the record in --output: measure only the cases that it lacks"}
     )
     redraw: str | None = field(
         default=None,
-        metadata={"help": "A record.json whose table and plots are written to --output; measure nothing."},
+        metadata={"help": "a record.json whose table and plots are written to --output; measure nothing"},
     )
 
     def __post_init__(self) -> None:

@@ -12,16 +12,13 @@ CONVERSIONS = CommandTable(
     noun="conversion",
     usage="KIND SRC DST",
     commands={
-        "official": ("dynattn.scripts.convert.official.main", "DCFormer and DCPythia as the authors released them"),
-        "rcmha": ("dynattn.scripts.convert.rcmha.main", "RCMHA, RMHA, MDHA and MHA as their authors' code stores them"),
-        "pythia": (
-            "dynattn.scripts.convert.upcycle.pythia",
-            "Pythia or another GPT-NeoX to a DCPythia equal to it",
-        ),
-        "llama": ("dynattn.scripts.convert.upcycle.llama", "Llama, Mistral or Qwen3 into a DCFormer equal to it"),
-        "modernbert": ("dynattn.scripts.convert.upcycle.modernbert", "ModernBERT into a DCModernBert equal to it"),
-        "bart": ("dynattn.scripts.convert.upcycle.bart", "BART or Marian into a DCBart equal to it"),
-        "vit": ("dynattn.scripts.convert.upcycle.vit", "ViT, DeiT or DINOv2 into a DCViT equal to it"),
+        "official": ("dynattn.scripts.convert.official.main", "DCFormer or DCPythia as the authors released them"),
+        "rcmha": ("dynattn.scripts.convert.rcmha.main", "RCMHA, RMHA, MDHA or MHA as their authors' code stores them"),
+        "pythia": ("dynattn.scripts.convert.upcycle.pythia", "Pythia or another GPT-NeoX to DCPythia, same outputs"),
+        "llama": ("dynattn.scripts.convert.upcycle.llama", "Llama, Mistral or Qwen3 to DCFormer, same outputs"),
+        "modernbert": ("dynattn.scripts.convert.upcycle.modernbert", "ModernBERT to DCModernBert, same outputs"),
+        "bart": ("dynattn.scripts.convert.upcycle.bart", "BART or Marian to DCBart, same outputs"),
+        "vit": ("dynattn.scripts.convert.upcycle.vit", "ViT, DeiT or DINOv2 to DCViT, same outputs"),
         "consolidate": (
             "dynattn.scripts.pretrain.consolidate",
             "the shards of a checkpoint of dynattn pretrain to one model in Hugging Face format",

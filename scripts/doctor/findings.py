@@ -100,7 +100,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _devices() -> Iterator[Finding]:
-    yield Finding("ok", "cpu", f"{hardware(torch.device('cpu'))}, {torch.get_num_threads()} threads")
+    yield Finding("ok", "cpu", f"{hardware(torch.device('cpu'))}, threads for PyTorch: {torch.get_num_threads()}")
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         memory = f"{properties.total_memory / 2**30:.0f} GiB"

@@ -27,86 +27,86 @@ class EvaluateArguments:
         UserError: a value is not valid, or an option would have no effect beside the others.
     """
 
-    model: str = field(metadata={"help": "Checkpoint folder or Hub name; may be given without the option's name."})
+    model: str = field(metadata={"help": "checkpoint folder or Hub name; may be given without the option's name"})
     tokenizer: str | None = field(
         default=None,
-        metadata={"help": "Tokenizer folder or Hub name, for all checkpoints; by default each has its own."},
+        metadata={"help": "tokenizer folder or Hub name, for all checkpoints; by default each has its own"},
     )
     suite: Literal["builtin", "dcformer", "pythia", "long"] = field(
         default="builtin",
         metadata={
-            "help": "builtin: held-out text and synthetic questions. dcformer: the DCFormer paper's 74 forms of "
-            "in-context question. pythia: the papers' downstream tasks, whose data comes from the Hub. long: loss by "
-            "position and pass keys in texts of up to 8 times --max_length. Only pythia needs a network."
+            "help": "builtin (held-out text and synthetic questions), dcformer (the DCFormer paper's 74 forms of "
+            "in-context question), pythia (the papers' downstream tasks, whose data is on the Hub; the others need "
+            "no network) or long (loss by position and pass keys in texts of up to 8 times --max_length)"
         },
     )
     rope_parameters: str | None = field(
         default=None,
-        metadata={"help": "--suite long: rotary parameters to change, as JSON; base and rotated share stay."},
+        metadata={"help": "--suite long: rotary parameters to change, as JSON; base and rotated share stay"},
     )
     tasks: list[str] | None = field(
-        default=None, metadata={"help": "Names or patterns of lm-eval tasks to score instead of a suite."}
+        default=None, metadata={"help": "names or patterns of lm-eval tasks to score instead of a suite"}
     )
     dataset: str | None = field(
         default=None,
         metadata={
-            "help": "A .txt, .json, .jsonl or .parquet file whose documents are scored in bits per byte, instead of "
-            "tasks; with --suite long, the text to read."
+            "help": "a .txt, .json, .jsonl or .parquet file whose documents are scored in bits per byte, instead of "
+            "tasks; with --suite long, the text to read"
         },
     )
-    text_column: str = field(default="text", metadata={"help": "Column of --dataset that holds the text."})
+    text_column: str = field(default="text", metadata={"help": "column of --dataset that holds the text"})
     others: list[str] = field(
         default_factory=list,
-        metadata={"help": "Further checkpoints to compare with the first, on --dataset or with --suite long."},
+        metadata={"help": "further checkpoints to compare with the first, on --dataset or with --suite long"},
     )
     quoted: list[str] | None = field(
         default=None,
         metadata={
             "help": "Pythia models, such as pythia-410m, whose published scores are shown too, marked as quoted; "
-            "nearest is the one of the nearest size, which is the default of --suite pythia."
+            "nearest is the one of the nearest size, which is the default of --suite pythia"
         },
     )
-    include_path: str | None = field(default=None, metadata={"help": "Folder with further lm-eval task files."})
+    include_path: str | None = field(default=None, metadata={"help": "folder with further lm-eval task files"})
     num_fewshot: list[int] | None = field(
         default=None,
         metadata={
-            "help": "Few-shot examples in the prompt; with several numbers tasks are scored with each. By default each "
-            "task's own number, for --suite pythia 0 5."
+            "help": "few-shot examples in the prompt; with several numbers tasks are scored with each; by default each "
+            "task's own number, for --suite pythia 0 5"
         },
     )
     limit: int | None = field(
         default=None,
         metadata={
-            "help": "Score only this many documents of each task, from its start (--suite long: windows and pass keys)."
+            "help": "score only this many documents of each task, from its start (--suite long: windows and pass keys)"
         },
     )
-    batch_size: int = field(default=8, metadata={"help": "Sequences in a forward pass; scores do not depend on it."})
+    batch_size: int = field(default=8, metadata={"help": "sequences in a forward pass; scores do not depend on it"})
     max_length: int | None = field(
-        default=None, metadata={"help": "Tokens of context; the model's max_position_embeddings by default."}
+        default=None, metadata={"help": "tokens of context; the model's max_position_embeddings by default"}
     )
     truncate: bool = field(
-        default=False, metadata={"help": "Cut prompts that are too long from the left instead of refusing them."}
+        default=False, metadata={"help": "cut prompts that are too long from the left instead of refusing them"}
     )
     carry_memory: bool = field(
         default=False,
         metadata={
-            "help": "For perplexities, read each document in segments and carry the model's memory along (rcmha)."
+            "help": "for perplexities, read each document in segments and carry the model's memory along (rcmha)"
         },
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto", metadata={"help": "dtype of the weights; auto: as saved."}
+        default="auto", metadata={"help": "dtype of the weights; auto: as saved"}
     )
     device: str | None = field(
-        default=None, metadata={"help": "cpu, cuda, cuda:1 ...; by default a GPU if there is one."}
+        default=None, metadata={"help": "cpu, cuda, cuda:1 ...; by default a GPU if there is one"}
     )
-    seed: int = field(default=1234, metadata={"help": "Seed for the choice of few-shot examples and of pass keys."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run model code that comes with the checkpoint."})
+    seed: int = field(default=1234, metadata={"help": "seed for the choice of few-shot examples and of pass keys"})
+    trust_remote_code: bool = field(default=False, metadata={"help": "run model code that comes with the checkpoint"})
     output: str | None = field(
         default=None,
-        metadata={"help": "Folder for results.json, results.md and samples.jsonl; by default only a table is printed."},
+        metadata={"help": "folder for results.json, results.md and samples.jsonl; by default only a table is printed"},
     )
-    log_samples: bool = field(default=False, metadata={"help": "Write every document with its scores; needs --output."})
-    overwrite: bool = field(default=False, metadata={"help": "Replace the results that are in --output."})
+    log_samples: bool = field(default=False, metadata={"help": "write every document with its scores; needs --output"})
+    overwrite: bool = field(default=False, metadata={"help": "replace the results that are in --output"})
 
     def __post_init__(self) -> None:
         at_least = {"limit": 1, "batch_size": 1, "max_length": 2}

@@ -35,16 +35,17 @@ class UpcycleArguments(ConversionArguments):
     static: bool = field(default=False, metadata={"help": "add a learned mixing that does not depend on the input"})
     layer_types: str | None = field(
         default=None,
-        metadata={"help": "letters to repeat over layers: L sees a window, G all, as LG"},
+        metadata={"help": "letters that repeat over the layers: L sees a window, G everything, such as LG"},
     )
     sliding_window: int | None = field(
-        default=None, metadata={"help": "keys that a token of an L layer sees, itself included"}
+        default=None,
+        metadata={"help": "keys that a token of an L layer sees, itself included; by default the parent's number"},
     )
     qk_norm: bool = field(default=False, metadata={"help": "add a query-key norm; the model must then be trained"})
     train_from_here: bool = field(
         default=False, metadata={"help": "says that the result may differ from the parent, because it will be trained"}
     )
-    seed: int = field(default=0, metadata={"help": "of the random numbers that the composition starts from"})
+    seed: int = field(default=0, metadata={"help": "seed of the random numbers that the composition starts from"})
 
     def __post_init__(self) -> None:
         super().__post_init__()

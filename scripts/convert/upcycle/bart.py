@@ -1,4 +1,4 @@
-"""Turns a BART or Marian into a DCBart that starts as it; with --reverse back, if nothing is composed.
+"""Turns a BART or Marian into a DCBart with the same outputs; with --reverse back, if nothing is composed.
 
 Run: `dynattn convert bart SRC DST [--option value]`
 """

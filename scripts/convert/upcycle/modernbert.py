@@ -1,4 +1,4 @@
-"""Turns a ModernBERT into a DCModernBert that starts as it; with --reverse back, if nothing is composed.
+"""Turns a ModernBERT into a DCModernBert with the same outputs; with --reverse back, if nothing is composed.
 
 Run: `dynattn convert modernbert SRC DST [--option value]`
 """

@@ -1,4 +1,4 @@
-"""Turns a Pythia, or any GPT-NeoX, into a DCPythia that starts as it; with --reverse back, if nothing is composed.
+"""Turns a Pythia, or any GPT-NeoX, into a DCPythia with the same outputs; with --reverse back, if nothing is composed.
 
 Run: `dynattn convert pythia SRC DST [--option value]`
 """

@@ -1,4 +1,4 @@
-"""Turns a ViT, DeiT or DINOv2 into a DCViT that starts as it; with --reverse back, if nothing is composed.
+"""Turns a ViT, DeiT or DINOv2 into a DCViT with the same outputs; with --reverse back, if nothing is composed.
 
 Run: `dynattn convert vit SRC DST [--option value]`
 """

@@ -20,7 +20,8 @@ class AblationsArguments:
     )
     output: str | None = field(default=None, metadata={"help": "folder of the study; runs/ablations-SIZE"})
     variants: list[str] | None = field(
-        default=None, metadata={"help": "names of variants, the baseline first; all if not given"}
+        default=None,
+        metadata={"help": "names of variants, which an unknown one lists; the baseline first; all if not given"},
     )
     seeds: int = field(default=3, metadata={"help": "runs of each variant"})
     first_seed: int = field(

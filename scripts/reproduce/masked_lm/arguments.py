@@ -56,7 +56,9 @@ class MaskedLMArguments:
     validation_dataset: str | None = field(
         default=None, metadata={"help": "held-out text; a share of the documents if not given"}
     )
-    arms: list[str] = field(default_factory=lambda: list(ARMS), metadata={"help": f"plain, and some of {list(ARMS)}"})
+    arms: list[str] = field(
+        default_factory=lambda: list(ARMS), metadata={"help": f"plain, and some of {', '.join(list(ARMS)[1:])}"}
+    )
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "seeds to measure"})
     tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
     learning_rates: list[float] = field(

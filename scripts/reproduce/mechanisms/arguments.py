@@ -26,11 +26,18 @@ class MechanismsArguments:
             "in-context families of the DCFormer paper for two, or larger tasks for four layers of width 256"
         },
     )
-    tasks: list[str] | None = field(default=None, metadata={"help": "names of tasks; all of the preset if not given"})
-    arms: list[str] | None = field(default=None, metadata={"help": "names of attentions; all if not given"})
+    tasks: list[str] | None = field(
+        default=None, metadata={"help": "names of tasks, which an unknown one lists; all of the preset if not given"}
+    )
+    arms: list[str] | None = field(
+        default=None, metadata={"help": "names of attentions, which an unknown one lists; all if not given"}
+    )
     layers: list[int] | None = field(default=None, metadata={"help": "numbers of layers; the preset's if not given"})
     heads: list[int] | None = field(
-        default=None, metadata={"help": "numbers of heads H; the preset's if not given, several tell heads to solve"}
+        default=None,
+        metadata={
+            "help": "numbers of heads H; the preset's if not given; several show how many heads each attention needs"
+        },
     )
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "seeds to measure"})
     tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})

@@ -19,13 +19,20 @@ class PairedStudyArguments:
     """
 
     output: str = field(metadata={"help": "folder of the study"})
-    tasks: list[str] | None = field(default=None, metadata={"help": "names of tasks; all if not given"})
-    arms: list[str] | None = field(default=None, metadata={"help": "names of arms; all if not given"})
+    tasks: list[str] | None = field(
+        default=None, metadata={"help": "names of tasks, which an unknown one lists; all if not given"}
+    )
+    arms: list[str] | None = field(
+        default=None, metadata={"help": "names of arms, which an unknown one lists; all if not given"}
+    )
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "seeds to measure"})
     tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
     learning_rates: list[float] | None = field(
         default=None,
-        metadata={"help": f"peak learning rates to try for each arm and task; {RATES}, or if quick {QUICK_RATES}"},
+        metadata={
+            "help": "peak learning rates to try for each arm and task; by default "
+            f"{' '.join(map(str, RATES))}, with --quick {' '.join(map(str, QUICK_RATES))}"
+        },
     )
     workers: int = field(default=1, metadata={"help": "runs at a time, each in a process of its own with one thread"})
     max_seconds: float | None = field(

@@ -57,7 +57,7 @@ def test_mistakes_are_told(
 def test_the_help_names_all_subjects_those_that_run_by_default_first() -> None:
     said = BenchmarkArguments.__dataclass_fields__["subjects"].metadata["help"]
     usual, on_demand = [name for name in SUBJECTS if name not in ON_DEMAND], ", ".join(sorted(ON_DEMAND))
-    assert said == f"What to measure: {', '.join(usual)}, {on_demand}; all but the last four if not given."
+    assert said == f"what to measure: {', '.join(usual)}, {on_demand}; all but the last four if not given"
     assert len(ON_DEMAND) == 4
 
 
