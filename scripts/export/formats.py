@@ -50,7 +50,7 @@ class Format:
         try:
             return getattr(exporters, self.exporter)()
         except ImportError as error:
-            advice = f"; `pip install dynattn[{self.extra}]` installs what was tested" if self.extra else ""
+            advice = f"; `pip install 'dynattn[{self.extra}]'` installs what was tested" if self.extra else ""
             raise UserError(f"{last_line(error)}{advice}") from error
 
     def make_config(self, dynamic_shapes: dict[str, Any]) -> "DynamoConfig":

@@ -1,7 +1,7 @@
 """Perplexity of a trained model with quantized weights, with the composition in full precision and quantized.
 
 Run: `dynattn reproduce quantization --run FOLDER --output FOLDER [--option value]`, where the run is one of
-`dynattn pretrain`: its model is scored on its own held-out tokens. Needs `pip install dynattn[quantization]`.
+`dynattn pretrain`: its model is scored on its own held-out tokens. Needs `pip install 'dynattn[quantization]'`.
 """
 
 import math
@@ -88,7 +88,7 @@ def variants() -> dict[str, tuple[dict[str, Any], int]]:
         import torchao.quantization as ao
         from torchao.quantization.granularity import PerGroup
     except ImportError as error:
-        raise UserError(f"{error}; `pip install dynattn[quantization]`") from error
+        raise UserError(f"{error}; `pip install 'dynattn[quantization]'`") from error
     import torch
     from transformers import BitsAndBytesConfig, TorchAoConfig
 

@@ -207,7 +207,7 @@ def default_implementation(device: torch.device) -> DefaultImplementation:
     if device.type != "cuda":
         return DefaultImplementation("chunked", f"'triton' needs a CUDA device, not {device.type!r}")
     if not HAS_TRITON:
-        return DefaultImplementation("chunked", "'triton' needs Triton: pip install dynattn[gpu]")
+        return DefaultImplementation("chunked", "'triton' needs Triton: pip install 'dynattn[gpu]'")
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) not in TRITON_CAPABILITIES:
         unmeasured = f"no record shows that 'triton' is faster on compute capability {major}.{minor}"

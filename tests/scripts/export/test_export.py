@@ -227,9 +227,9 @@ def test_a_missing_package_is_named(
     monkeypatch.setattr(exporters.OnnxExporter, "required_packages", ["torch", "no_such_package"])
     line = refusal(capsys, "onnx", checkpoint, tmp_path / "graphs")
     assert "no_such_package" in line
-    assert "pip install dynattn[export]" in line
+    assert "pip install 'dynattn[export]'" in line
     monkeypatch.setattr(exporters.ExecutorchExporter, "required_packages", ["torch", "no_such_package"])
-    assert "pip install dynattn[executorch]" in refusal(capsys, "executorch", checkpoint, tmp_path / "graphs")
+    assert "pip install 'dynattn[executorch]'" in refusal(capsys, "executorch", checkpoint, tmp_path / "graphs")
 
 
 def test_wrong_graphs_leave_what_was_there(

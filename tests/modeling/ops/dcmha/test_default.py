@@ -26,7 +26,7 @@ def test_triton_is_the_default_where_a_record_shows_it_to_be_the_fastest(monkeyp
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert default_implementation(CPU).name == "chunked"
     monkeypatch.setattr(attention, "HAS_TRITON", False)
-    assert default_implementation(CUDA) == ("chunked", "'triton' needs Triton: pip install dynattn[gpu]")
+    assert default_implementation(CUDA) == ("chunked", "'triton' needs Triton: pip install 'dynattn[gpu]'")
 
 
 def test_the_device_decides_only_where_no_name_is_given() -> None:
