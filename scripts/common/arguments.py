@@ -65,14 +65,14 @@ def parse_arguments(
 
     Args:
         common: values by name that override those of the file; options override both.
-        file: whether a YAML file may come first, which the help then tells.
+        file: whether a YAML file may stand among the options, which the help then tells.
 
     Raises:
         UserError: the YAML file is missing or malformed, an argument is named that `cls` does not have, or a value of
             the file or of `common` is not of its argument's type.
         SystemExit: `--help` was given, or an option has a value that is not of its type.
     """
-    argv = list(argv)
+    argv = name_words(argv, cls, 0) if file else list(argv)
     parser = make_parser(cls, prog=prog, description=description, file=file)
     if file and argv and argv[0].endswith(YAML_ENDINGS):
         _use_as_defaults(parser, cls, read_yaml(argv[0]), argv.pop(0))

@@ -12,14 +12,18 @@ signal, or 124 if `--max_seconds` ended the run. `--engine` says how processes s
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 
-from ..common.arguments import parse_arguments
+from ..common.arguments import name_words, parse_arguments
 from ..common.errors import StoppedError
 from ..common.launcher import is_first_process
 from .arguments import PretrainArguments
 
 RECIPES = Path(__file__).parent / "recipes"
-DESCRIPTION = "Pretrain a language model, or continue one. FILE.yaml is yours or a shipped one, such as tiny.yaml."
+SHIPPED = {recipe.name: recipe for recipe in sorted(RECIPES.glob("*.yaml"))}
+DESCRIPTION = fill(
+    f"Pretrain a language model, or continue one. FILE.yaml is yours or a shipped recipe: {', '.join(SHIPPED)}.", 120
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,7 +61,7 @@ def run(arguments: PretrainArguments) -> str:
 
 def find_shipped(argv: Sequence[str]) -> list[str]:
     """Replaces the bare name of a shipped recipe by its path, unless the user has a file of that name."""
-    shipped = {recipe.name: recipe for recipe in RECIPES.glob("*.yaml")}
-    if not argv or argv[0] not in shipped or Path(argv[0]).exists():
-        return list(argv)
-    return [str(shipped[argv[0]]), *argv[1:]]
+    argv = name_words(argv, PretrainArguments, 0)
+    if not argv or argv[0] not in SHIPPED or Path(argv[0]).exists():
+        return argv
+    return [str(SHIPPED[argv[0]]), *argv[1:]]

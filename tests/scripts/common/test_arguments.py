@@ -68,6 +68,14 @@ def test_options_read_numbers_as_they_are_spelled(tmp_path: Path) -> None:
     assert read == Options(revision="1.10", rate=1e-3, seeds=[1, 2], fields={"one": 1.1, "rate": 1.1})
 
 
+def test_a_file_may_stand_among_the_options(tmp_path: Path) -> None:
+    path = tmp_path / "arguments.yaml"
+    path.write_text("rate: 1\nrevision: main")
+    for argv in ([path, "--rate", "2"], ["--rate", "2", path], ["--rate=2", path, "--seeds", "1"]):
+        read = parse_arguments(Options, list(map(str, argv)), prog="test")
+        assert (read.rate, read.revision) == (2, "main")
+
+
 def test_aliases_are_not_multiplied(tmp_path: Path) -> None:
     """Each list stands for ten of the one before: 10^15 elements in all."""
     path = tmp_path / "arguments.yaml"
