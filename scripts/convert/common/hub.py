@@ -1,5 +1,7 @@
 """Finding the folder of a checkpoint that a user names: a path, or a name on the Hub that is downloaded."""
 
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
@@ -8,9 +10,7 @@ from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, OfflineMo
 from ...common.checkpoint_files import COMPANION_PATTERNS, TOKENIZER_PATTERNS
 from ...common.errors import UserError, first_line
 from ...common.folder_names import check_revision, may_be_on_the_hub, resolve_folder
-
-WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
-PICKLES = ("*.bin", "*.bin.index.json")
+from .tensor_source import FORMATS
 
 
 def locate(source: str, revision: str | None = None) -> Path:
@@ -40,11 +40,22 @@ def locate(source: str, revision: str | None = None) -> Path:
 
 
 def _patterns(source: str, revision: str | None) -> list[str]:
-    """Weights in one format, safetensors where there are any, and what else a conversion reads or copies."""
-    weights: tuple[str, ...] = (*WEIGHT_PATTERNS, *PICKLES)
-    try:
+    """Weights in one format, and what else a conversion reads or copies."""
+    files: list[str] = []
+    with suppress(HTTPError, OfflineModeIsEnabled):  # an earlier download may be at hand, of either format
         files = [file.rfilename for file in HfApi().model_info(source, revision=revision).siblings or []]
-        weights = WEIGHT_PATTERNS if any(name.endswith(".safetensors") for name in files) else PICKLES
-    except (HTTPError, OfflineModeIsEnabled):
-        pass  # an earlier download may be at hand, of either format
-    return ["config.json", *weights, *TOKENIZER_PATTERNS, *COMPANION_PATTERNS]
+    return ["config.json", *weight_patterns(files), *TOKENIZER_PATTERNS, *COMPANION_PATTERNS]
+
+
+def weight_patterns(files: Collection[str]) -> list[str]:
+    """Patterns of the weights in a repository with `files` that `find_weight_files` reads; of all if they are unknown.
+
+    Repositories may hold the same weights again: in another format, in sub-folders, or for another program, as
+    `consolidated.safetensors` of Mistral.
+    """
+    for stem, suffix in FORMATS:
+        if {f"{stem}{suffix}", f"{stem}{suffix}.index.json"} & {*files}:
+            return [f"{stem}*{suffix}", f"{stem}*{suffix}.index.json"]
+        if any("/" not in name and name.endswith(suffix) for name in files):
+            return [f"*{suffix}"]
+    return [f"*{suffix}{index}" for _, suffix in FORMATS for index in ("", ".index.json")]

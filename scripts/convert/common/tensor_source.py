@@ -17,6 +17,8 @@ from ...common.errors import REFUSED_PICKLE, UserError, first_line
 from ...common.safetensors_files import open_safetensors, read_header
 
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# How the names of weight files begin and end, the preferred ones first.
+FORMATS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state")
 # Suffixes under which others store what is read here as `.bin`.
 OTHER_PICKLES = (".pth", ".pt", ".ckpt")
@@ -115,7 +117,7 @@ def find_weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     Raises:
         UserError: there are none, or one that an index or the numbering names is missing.
     """
-    for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
+    for stem, suffix in FORMATS:
         if (single := folder / f"{stem}{suffix}").is_file():
             return [require_inside(single)], {}
         if (index := folder / f"{stem}{suffix}.index.json").is_file():

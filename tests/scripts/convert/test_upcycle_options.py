@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases.checkpoints import convert, edit_weights, refusal
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
@@ -234,9 +235,17 @@ def test_a_wrong_result_fails_the_command(
     assert not parent.with_name("ours").exists()
 
 
-@pytest.mark.parametrize(("stored", "wanted"), [("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "*.bin")])
-def test_a_name_on_the_hub_is_downloaded_in_one_format(
-    parent: Path, stored: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("wanted", "left"),
+    [
+        (["model.safetensors"], ["pytorch_model.bin", "consolidated.safetensors"]),
+        (["model-00001-of-00001.safetensors", "model.safetensors.index.json"], ["consolidated.safetensors"]),
+        (["weights.safetensors"], ["pytorch_model.bin"]),
+        (["pytorch_model.bin"], ["step-1/model.safetensors", "training_args.bin"]),
+    ],
+)
+def test_of_a_name_on_the_hub_only_the_weights_that_are_read_are_downloaded(
+    parent: Path, wanted: list[str], left: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, Any] = {}
 
@@ -244,13 +253,13 @@ def test_a_name_on_the_hub_is_downloaded_in_one_format(
         asked.update(options, name=name)
         return str(parent)
 
-    listing = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in ("config.json", stored)])
+    listing = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in (*left, *wanted)])
     monkeypatch.setattr("dynattn.scripts.convert.common.hub.snapshot_download", download)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: listing)
     words = ("pythia", "someone/pythia", parent.with_name("ours"), "--revision", "step3000", "--no-verify")
     assert convert(*words) == 0
     assert (asked["name"], asked["revision"]) == ("someone/pythia", "step3000")
-    assert {"*.safetensors", "*.bin"} & set(asked["allow_patterns"]) == {wanted}
+    assert list(filter_repo_objects([*left, *wanted], allow_patterns=asked["allow_patterns"])) == wanted
     others = {"config.json", "tokenizer.json", "*.spm", "additional_chat_templates/*.jinja", "generation_config.json"}
     assert others <= set(asked["allow_patterns"])
 
