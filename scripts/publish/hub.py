@@ -1,8 +1,9 @@
 """Pushes a finished folder to the Hugging Face Hub, and explains in one line why that failed."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, get_token
@@ -43,7 +44,7 @@ def push(
 
     Weights, code, indexes, adapters and settings of generation and preprocessing of an earlier push that `folder` does
     not have are deleted by the same commit. Where `folder` has a tokenizer, so are files of an earlier one, whose chat
-    template would be taken for the new one's.
+    template would be taken for the new one's. What else the repository holds in sub-folders stays.
 
     Raises:
         UserError: the Hub cannot be reached, or refuses the push; `folder` stays as it is.
@@ -54,12 +55,13 @@ def push(
         full_name = api.create_repo(repo, private=private or None, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(full_name, branch=revision, exist_ok=True)
+        stale = replaced_files(api.list_repo_files(full_name, revision=revision), folder)
         commit = api.upload_folder(
             repo_id=full_name,
             folder_path=folder,
             revision=revision,
             commit_message=commit_message or "Publish with dynattn",
-            delete_patterns=replaced_patterns(folder),
+            delete_patterns=stale,
         )
     return commit.commit_url
 
@@ -69,8 +71,18 @@ def replaced_patterns(folder: Path) -> list[str]:
     return [*STALE, *(TOKENIZER_PATTERNS if matching_files(folder, TOKENIZER_PATTERNS) else ())]
 
 
+def replaced_files(names: Iterable[str], folder: Path) -> list[str]:
+    """Those of `names` that are deleted where `folder` lacks them.
+
+    In the Hub's client `*` matches slashes, too, so that patterns would also delete programs and models of others in
+    sub-folders.
+    """
+    levels = [(pattern, pattern.count("/")) for pattern in replaced_patterns(folder)]
+    return [name for name in names if any(fnmatchcase(name, one) and name.count("/") == n for one, n in levels)]
+
+
 def later_push(repo: str, folder: Path, private: bool, revision: str | None, commit_message: str | None) -> str:
-    """The command of the Hub's client that makes the same push."""
+    """The command of the Hub's client that makes the same push, except that it deletes in sub-folders, too."""
     options = [*(["--private"] if private else []), *(["--revision", revision] if revision else [])]
     options += ["--commit-message", commit_message] if commit_message else []
     options += [word for pattern in replaced_patterns(folder) for word in ("--delete", pattern)]

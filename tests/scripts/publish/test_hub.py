@@ -176,11 +176,12 @@ def test_everything_arrives_in_one_commit(hub: Hub, folder: Path) -> None:
 def test_a_second_push_removes_stale_weights_and_code_and_keeps_the_rest(hub: Hub, folder: Path) -> None:
     push(folder, "me/tiny")
     settings = ("generation_config.json", "preprocessor_config.json", "adapter_config.json")
-    hub.files["me/tiny"]["main"].update(dict.fromkeys(("notes.md", *settings), b"theirs"))
+    kept = dict.fromkeys(("notes.md", "training/main.py", "step-1/model.safetensors"), b"theirs")
+    hub.files["me/tiny"]["main"].update(dict.fromkeys(settings, b"theirs") | kept)
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     (folder / "modeling_dcformer.py").rename(folder / "modeling_other.py")
     push(folder, "me/tiny")
-    assert hub.files["me/tiny"]["main"] == {**contents(folder), "notes.md": b"theirs"}
+    assert hub.files["me/tiny"]["main"] == contents(folder) | kept
     assert len(hub.messages) == 2
     assert not hub.private["me/tiny"]
 
