@@ -25,7 +25,7 @@ SHAPE: dict[str, Any] = {
 }
 # The head and the configuration of each.
 VISION_PARENTS: dict[str, tuple[str, PreTrainedConfig]] = {
-    "vit": ("ForImageClassification", ViTConfig(**SHAPE, intermediate_size=48)),
+    "vit": ("ForImageClassification", ViTConfig(**SHAPE, intermediate_size=48, hidden_dropout_prob=0.1)),
     "vit-base": ("Model", ViTConfig(**SHAPE, intermediate_size=48)),
     "vit-no-bias-gray": (
         "ForImageClassification",

@@ -11,8 +11,8 @@ NAMES = (
     *("hidden_dropout", "activation_dropout", "resid_pdrop", "embd_pdrop"),
     *("compose_dropout", "encoder_layerdrop", "decoder_layerdrop"),
 )
-# BART's names, by ours.
-RENAMED = {"hidden_dropout": "dropout"}
+# Names of BART and of vision transformers, by ours.
+RENAMED = {"hidden_dropout": ("dropout", "hidden_dropout_prob")}
 
 
 def warn_of_dropout(source: PreTrainedConfig, result: PreTrainedConfig | None = None) -> Iterator[str]:
@@ -23,5 +23,5 @@ def warn_of_dropout(source: PreTrainedConfig, result: PreTrainedConfig | None = 
     """
     for name in NAMES:
         value = getattr(source, name, 0.0)
-        if value and value not in (getattr(result, name, None), getattr(result, RENAMED.get(name, name), None)):
+        if value and value not in [getattr(result, other, None) for other in (name, *RENAMED.get(name, ()))]:
             yield f"{name} {value} is not kept: config.json of the result does not have it"

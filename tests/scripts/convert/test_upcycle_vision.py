@@ -47,6 +47,7 @@ def test_the_result_starts_as_its_parent_and_goes_back_bit_for_bit(
         assert_within_rounding(ours(pixels, **options)[0], parent(pixels, **options)[0])
 
     convert_well("vit", tmp_path / "ours", tmp_path / "back", "--reverse")
+    assert "not kept" not in capsys.readouterr().err
     written = weights_of(tmp_path / "parent")
     for key, value in written.items():  # what no result needs comes back as zeros
         if key.startswith("pooler.") or key.endswith("mask_token"):
@@ -105,6 +106,7 @@ def test_parent_and_result_can_be_compared_again(tmp_path: Path, capsys: pytest.
             {"architectures": ["DeiTForImageClassificationWithTeacher"]},
             "has a head that a DCViT lacks; load its weights",
         ),
+        ({"architectures": ["DeiTBackbone"]}, "load its weights into DeiTForImageClassification or DeiTModel"),
         ({"model_type": "swin"}, "'swin' model, but only vit, deit, dinov2"),
         ({"image_size": 32}, r"position_embeddings has shape \(1, 11, 32\), but config.json asks for \(1, 18, 32\)"),
     ],

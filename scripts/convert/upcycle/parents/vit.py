@@ -89,7 +89,7 @@ def our_class(config: Any) -> str:
     for suffix, ours in HEADS.items():
         if name.endswith(suffix):
             return ours
-    plain = name.partition("For")[0]
+    plain = type(config).__name__.removesuffix("Config")
     raise UserError(
         f"{name} has a head that a DCViT lacks; load its weights into {plain}ForImageClassification or {plain}Model, "
         "and save that"
