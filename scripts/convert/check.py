@@ -61,7 +61,8 @@ def compare_checkpoints(arguments: CheckArguments) -> "Comparison":
 
 def probe_for(folder: Path, config: "PreTrainedConfig") -> "Probe":
     """The probe for the kind of model in `folder`, which its configuration and its class tell."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from .common.decoder_probe import TEXT
     from .common.encoder_probe import ENCODER
@@ -73,6 +74,7 @@ def probe_for(folder: Path, config: "PreTrainedConfig") -> "Probe":
     if config.is_encoder_decoder:
         return TRANSLATION
     # Some encoders may also be run as decoders, so that only the class tells.
-    only_encodes = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    is_encoder = only_encodes or "MaskedLM" in str(read_config(folder).get("architectures"))
+    decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    named = read_config(folder).get("architectures")
+    is_encoder = decoder is None or (named and decoder not in named)
     return ENCODER if type(config) in MODEL_FOR_MASKED_LM_MAPPING and is_encoder else TEXT

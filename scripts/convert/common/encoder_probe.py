@@ -26,7 +26,7 @@ def ask(model: PreTrainedModel, ids: Tensor) -> Answers:
     for side, (tokens, mask, tokens_of_row) in ways.items():
         answer = _answer(model, tokens, attention_mask=mask.long())
         padded[side] = answer[:, tokens_of_row] if for_each_token else answer
-    if not for_each_token and model.config.classifier_pooling == "cls":
+    if not for_each_token and getattr(model.config, "classifier_pooling", "cls") == "cls":
         padded["left"] = alone  # whose first token is padding, of which nothing can be said
     return Answers(
         f"{ids.numel()} tokens, plain, right-padded and left-padded",

@@ -45,10 +45,11 @@ def _logits(model: PreTrainedModel, source: Tensor, target: Tensor, mask: Tensor
 
 def _padded_logits(model: PreTrainedModel, source: Tensor, target: Tensor) -> Tensor:
     """Logits `[2, T, V]` as `_logits`, with padding behind the source as far as there are positions for it."""
-    limit = model.config.max_position_embeddings
-    pads = min(source.shape[1], limit - source.shape[1])
+    length = source.shape[1]
+    limit = getattr(model.config, "max_position_embeddings", None) or 2 * length  # relative positions have no limit
+    pads = min(length, limit - length)
     padded = torch.cat([source, source[:, :pads]], dim=1)
-    mask = (torch.arange(padded.shape[1]) < source.shape[1]).long().expand(len(source), -1)
+    mask = (torch.arange(padded.shape[1]) < length).long().expand(len(source), -1)
     return _logits(model, padded, target, mask)
 
 

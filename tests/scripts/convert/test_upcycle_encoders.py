@@ -8,7 +8,7 @@ import torch
 import transformers
 from cases.checkpoints import assert_same_weights, convert_well, edit_config, weights_of
 from cases.encoder_parents import ENCODER_PARENTS, ROWS, make_encoder_parent
-from transformers import BertConfig, BertForMaskedLM, BertLMHeadModel
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertLMHeadModel
 
 from dynattn.scripts.cli import main
 
@@ -60,11 +60,12 @@ def test_an_encoder_of_a_type_that_also_decodes_is_asked_as_its_class_is(
 ) -> None:
     fields = {"vocab_size": ROWS, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = BertConfig(**fields, intermediate_size=16, max_position_embeddings=64)
-    for name, kind in {"encoder": BertForMaskedLM, "decoder": BertLMHeadModel}.items():
-        config.is_decoder = name == "decoder"
-        kind(config).save_pretrained(tmp_path / name)
-    for name, asked in {"encoder": "right-padded and left-padded", "decoder": "left-padded and cached"}.items():
-        main(["convert", "check", str(tmp_path / name), str(tmp_path / name)])
+    encoding, decoding = "right-padded and left-padded", "left-padded and cached"
+    kinds = {BertForMaskedLM: encoding, BertForSequenceClassification: encoding, BertLMHeadModel: decoding}
+    for kind, asked in kinds.items():
+        config.is_decoder = asked is decoding
+        kind(config).save_pretrained(tmp_path / asked)
+        assert main(["convert", "check", str(tmp_path / asked), str(tmp_path / asked)]) == 0
         assert asked in capsys.readouterr().out
 
 

@@ -10,7 +10,7 @@ import torch
 from cases.checkpoints import assert_same_weights, convert_well, edit_config, weights_of
 from cases.seq2seq import PARENTS, THEIRS, random_tokens, whole
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForSeq2SeqLM, BartModel, PreTrainedModel
+from transformers import AutoModel, AutoModelForSeq2SeqLM, BartModel, PreTrainedModel, T5Config
 
 from dynattn.scripts.cli import main
 
@@ -115,6 +115,12 @@ def test_parent_and_result_can_be_compared_again(tmp_path: Path, capsys: pytest.
     capsys.readouterr()
     assert main(["convert", "check", str(tmp_path / "parent"), str(tmp_path / "ours")]) == 0
     assert re.match(r"equal +\d+ tokens, short and long sources", capsys.readouterr().out)
+
+
+def test_models_without_a_number_of_positions_are_compared(tmp_path: Path) -> None:
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
+    assert main(["convert", "check", str(tmp_path), str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize(
