@@ -15,6 +15,8 @@ from huggingface_hub.errors import CacheNotFound
 from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM
 from transformers.cli.serving import server
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler, CBGenerateManager
 from transformers.cli.transformers import app
 
@@ -48,6 +50,18 @@ IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
     "functions": ("[]",),
     "prediction": (),
     "audio": (),
+    "logit_bias": ("{}",),
+    "tool_choice": ('"auto"', '"none"'),
+    "text": ("{}", '{"format": {"type": "text"}}'),
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+    "background": ("false",),
+}
+# Those that an endpoint ignores even without a warning.
+UNREAD_FIELDS: dict[type[BaseHandler], set[str]] = {
+    CompletionHandler: {"logit_bias"},
+    ResponseHandler: {"conversation"},
 }
 
 
@@ -123,13 +137,18 @@ def build_telling_server(ends: ExitStack, *args: Any, **kwargs: Any) -> FastAPI:
 def check_fields(handler: BaseHandler, body: dict[str, Any]) -> None:
     """In the place of `BaseHandler._validate_request`, which only warns of fields that it ignores.
 
+    Also makes of `stop` and `logit_bias` what `generate` takes: clients send empty ones, and whole numbers as biases.
+
     Raises:
         ValueError: the request asks for something that the answer would lack.
     """
     read_fields(handler, body)
-    if not isinstance(body.get("logit_bias"), dict | None):
-        raise ValueError(f"logit_bias={body['logit_bias']!r} must be an object with a number for each token")
-    for name in handler._unused_fields & IGNORED_FIELDS.keys() & body.keys():
+    if not isinstance(biases := body.get("logit_bias"), dict | None):
+        raise ValueError(f"logit_bias={biases!r} must be an object with a number for each token")
+    body["logit_bias"] = {token: float(bias) for token, bias in biases.items()} if biases else None
+    body["stop"] = body.get("stop") or None
+    ignored = handler._unused_fields | UNREAD_FIELDS.get(type(handler), set())
+    for name in ignored & IGNORED_FIELDS.keys() & body.keys():
         if json.dumps(body[name]) not in ("null", *IGNORED_FIELDS[name]):
             raise ValueError(f"{name}={body[name]!r} is not supported; leave it out")
 
@@ -142,9 +161,6 @@ def check_and_start_batching(engine: Any, model: Any, generation_config: Any) ->
     Raises:
         ValueError: a request asks for something that is not served, or for other settings than the first one.
     """
-    if isinstance(biased := generation_config.sequence_bias, dict):
-        # Clients write whole numbers, too, which Transformers refuses.
-        generation_config.sequence_bias = {tokens: float(bias) for tokens, bias in biased.items()}
     start_batching(engine, model, generation_config)
     manager = engine._cb
     if isinstance(manager, ComposedBatchingManager):  # and not for a model of Transformers

@@ -1,6 +1,7 @@
 """`dynattn serve` over loopback: chat completions, streamed and at once, are the tokens of `generate`."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from cases.processes import free_port
 from cases.serving import make_tokenizer, running_server, save_with_tokenizer
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.cli.serving.utils import GenerationState
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM, RCMHAConfig, RCMHAForCausalLM
 from dynattn.scripts import cli
@@ -149,6 +152,43 @@ def test_fields_that_ask_for_nothing_are_accepted(port: int, composed: tuple[Pre
     nothing = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "response_format": {"type": "text"}, "user": "me"}
     answer = ask(port, composed[1], "hello", **nothing, top_logprobs=None)
     assert len(json.loads(answer)["choices"]) == 1
+
+
+def handler(endpoint: str) -> Any:
+    """What answers requests to an endpoint of a server without continuous batching."""
+    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
+    module, _, name = endpoint.partition(".")
+    return getattr(import_module(f"transformers.cli.serving.{module}"), name)(None, GenerationState())
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "message"),
+    [
+        ("completion.CompletionHandler", {"logit_bias": {"5": 1}}, "logit_bias={'5': 1.0} is not supported"),
+        ("response.ResponseHandler", {"previous_response_id": "r"}, "previous_response_id='r' is not supported"),
+        ("response.ResponseHandler", {"conversation": "c"}, "conversation='c' is not supported"),
+        ("response.ResponseHandler", {"text": {"format": {"type": "json_object"}}}, "text={'format': {'type': 'json_"),
+        ("chat_completion.ChatCompletionHandler", {"tool_choice": "required"}, "tool_choice='required' is not"),
+    ],
+)
+def test_each_endpoint_refuses_what_it_would_ignore(endpoint: str, fields: dict[str, Any], message: str) -> None:
+    answering = handler(endpoint)
+    from dynattn.scripts.serve.server import check_fields
+
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_fields(answering, fields)
+
+
+@pytest.mark.parametrize("bias", [{"5": 100}, {}], ids=["whole number", "none"])
+def test_generate_takes_stops_and_biases_as_clients_write_them(bias: dict[str, int]) -> None:
+    answering, model = handler("chat_completion.ChatCompletionHandler"), make_model(eos_token_id=1, pad_token_id=0)
+    from dynattn.scripts.serve.server import check_fields
+
+    request = {"max_tokens": 3, "stop": [], "logit_bias": bias}
+    check_fields(answering, request)
+    asked = answering._build_generation_config(request, model.generation_config)
+    tokens = model.generate(torch.tensor([[3, 4]]), generation_config=asked, tokenizer=make_tokenizer())
+    assert (tokens[0, 2:] == 5).all() == bool(bias)
 
 
 @pytest.mark.parametrize(
