@@ -105,6 +105,8 @@ class CausalLMHead:
             raise ValueError(
                 f"past_key_values holds {held} tokens, and assisted decoding would append them again; start without it"
             )
+        if cache is not None:  # makes the layers that are told to record the past
+            self.model.prepare_cache(cache)
         return super()._assisted_decoding(input_ids, *args, **kwargs)  # type: ignore[misc]
 
     @takes_either_name

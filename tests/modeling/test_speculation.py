@@ -68,6 +68,14 @@ def test_speculation_generates_the_tokens_of_greedy_decoding(family: str, how: s
     assert torch.equal(model.generate(prompt, **greedy, **options), model.generate(prompt, **greedy))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cache_that_has_no_layers_yet_takes_tokens_back(family: str) -> None:
+    model, prompt = make(family), torch.randint(1, VOCAB, (1, 8)).repeat(1, 3)
+    greedy = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
+    found = model.generate(prompt, **greedy, prompt_lookup_num_tokens=4, past_key_values=DynamicCache())
+    assert torch.equal(found, model.generate(prompt, **greedy))
+
+
 @torch.no_grad()
 def test_a_cache_that_holds_a_prefix_is_refused() -> None:
     """Transformers would feed the prompt again, behind the prefix."""
