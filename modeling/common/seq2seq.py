@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.cache_utils import EncoderDecoderCache
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import (
     BaseModelOutput,
     Seq2SeqLMOutput,
@@ -222,6 +223,16 @@ class Seq2SeqLMHead:
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """What the decoder reads to predict `labels` `[B, T]`, same shape. Transformers' data collators call it."""
         return shift_right(labels, self.config)
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None, **arguments: Any) -> Any:
+        """As in Transformers, which calls this for static caches, but a mask `[B, past + T]` of the target is kept.
+
+        From it the decoder counts positions; a complete mask does not tell which tokens are padding.
+        """
+        if attention_mask is not None:
+            return attention_mask
+        return create_masks_for_generate(attention_mask=attention_mask, **arguments)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
         """As in Transformers; the bias of new tokens' logits is zero."""

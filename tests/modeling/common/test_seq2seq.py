@@ -288,6 +288,21 @@ def test_a_target_padded_on_the_left_is_as_one_alone(kind: str) -> None:
     torch.testing.assert_close(rest[1:], alone[:, 3:], atol=1e-10, rtol=0)
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_target_that_begins_with_padding_is_continued_as_one_alone(kind: str, cache: str) -> None:
+    model = make_model(kind, tie_word_embeddings=False).double()
+    model.generation_config.eos_token_id = None
+    source, target, start = random_tokens(2, 6), random_tokens(2, 9), model.config.decoder_start_token_id
+    target[0, 0] = target[1, 3] = start
+    mask = torch.ones_like(target)
+    mask[1, :3] = 0
+    options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": cache}
+    alone = model.generate(source[1:], decoder_input_ids=target[1:, 3:], **options)
+    found = model.generate(source, decoder_input_ids=target, decoder_attention_mask=mask, **options)
+    assert torch.equal(found[1, 9:], alone[0, 6:])
+
+
 @pytest.mark.parametrize("kind", ["dcbart", "mha"])
 @torch.no_grad()
 def test_that_a_target_sees_no_later_tokens_is_not_said_of_the_source(kind: str) -> None:
