@@ -49,7 +49,7 @@ class CausalLMHead:
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)  # type: ignore[call-arg]
-        self.model = self.base_class(config)
+        self.model: Any = self.base_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=getattr(config, "lm_head_bias", False))
         self.post_init()
