@@ -11,6 +11,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -108,6 +109,14 @@ def visible_pairs(inputs: OpInputs) -> Tensor | None:
     """Which keys each query sees, `[T, S]`; None if each sees all."""
     queries, keys, device = inputs.query.shape[2], inputs.key.shape[2], inputs.query.device
     return visible_keys(queries, keys, is_causal=inputs.is_causal, sliding_window=inputs.window, device=device)
+
+
+def attend_sdpa(inputs: OpInputs) -> Tensor:
+    """PyTorch's attention, for a single query or as many queries as keys. Returns `[B, T, H, D]`."""
+    is_causal = inputs.is_causal and inputs.query.shape[2] > 1
+    heads = inputs.query, inputs.key, inputs.value
+    output = F.scaled_dot_product_attention(*heads, inputs.visible, is_causal=is_causal, scale=inputs.scaling)
+    return output.transpose(1, 2)
 
 
 def attend_whole(inputs: OpInputs) -> Tensor:

@@ -17,7 +17,7 @@ from dynattn.modeling.ops.masking import visible_keys
 
 from ...common.environment_variables import variables_set
 from ..baselines import x_transformers
-from ..baselines.dcmha import attend_in_chunks, attend_whole
+from ..baselines.dcmha import attend_in_chunks, attend_sdpa, attend_whole
 from ..harness.accuracy import Results
 from ..harness.cuda_graphs import captured
 from ..harness.inputs import (
@@ -69,10 +69,10 @@ def candidates(device: torch.device) -> list[Candidate]:
         for function in (STATIC, POST, QUERY, GATES)
     ]
     sdpa = partial(make_candidate, role="plain", function=PLAIN, arrange=with_window_mask)
-    found += [sdpa("sdpa", attend=partial(call_op, implementation="sdpa"))]
+    found += [sdpa("sdpa", attend=attend_sdpa)]
     if device.type == "cuda":
         found += [make_graph_candidate("triton", "ours", COMPOSED, partial(call_op, implementation="triton"))]
-        found += [sdpa(name, attend=partial(attend_sdpa, kernel=name)) for name in SDPA_KERNELS]
+        found += [sdpa(name, attend=sdpa_kernel(kernel)(attend_sdpa)) for name, kernel in SDPA_KERNELS.items()]
         found += [Candidate("flex", "plain", PLAIN, prepare_flex)]
     found += [make_candidate("matmul", "plain", PLAIN, attend_whole)]
     found += [
@@ -160,12 +160,6 @@ def attend_uncomposed(inputs: OpInputs, *, implementation: str) -> Tensor:
     """Our op with empty compositions, which shows what its loop alone costs. Returns `[B, T, H, D]`."""
     absent = Composition()
     return call_op(replace(inputs, pre=absent, post=absent), implementation)
-
-
-def attend_sdpa(inputs: OpInputs, *, kernel: str) -> Tensor:
-    """PyTorch's attention with one of its GPU kernels. Returns `[B, T, H, D]`."""
-    with sdpa_kernel(SDPA_KERNELS[kernel]):
-        return call_op(inputs, "sdpa")
 
 
 def with_window_mask(inputs: OpInputs) -> OpInputs:

@@ -14,7 +14,7 @@ from torch import Tensor
 from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS
 from dynattn.modeling.ops.dcmha.composition import Composition
 
-from ..baselines.dcmha import attend_whole, decode_with_matrices, key_matrix_cache, mixing_matrices
+from ..baselines.dcmha import attend_sdpa, attend_whole, decode_with_matrices, key_matrix_cache, mixing_matrices
 from ..harness.accuracy import Results
 from ..harness.inputs import COMPOSED, PLAIN, OpInputs, evaluate, inputs_of, reference_results
 from ..harness.interface import COMPILED, Candidate, Case, Role, Subject
@@ -32,7 +32,7 @@ def candidates(device: torch.device) -> list[Candidate]:
     entries: list[tuple[str, Role, str, Callable[[OpInputs], Tensor]]] = [
         (name, "ours", COMPOSED, partial(attend_step, implementation=name)) for name in COMPOSING_IMPLEMENTATIONS
     ]
-    entries += [("sdpa", "plain", PLAIN, partial(attend_step, implementation="sdpa"))]
+    entries += [("sdpa", "plain", PLAIN, attend_sdpa)]
     entries += [("matmul", "plain", PLAIN, attend_whole)]
     found = []
     for name, role, function, attend in entries:

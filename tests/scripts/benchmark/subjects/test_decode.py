@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases.benchmark import inputs_of
+from torch.overrides import TorchFunctionMode
 
 from dynattn.modeling.ops.dcmha.triton.decode import _side
 from dynattn.scripts.benchmark.arguments import BenchmarkArguments
@@ -30,6 +31,23 @@ def test_factors_are_views_that_kernels_read_in_place() -> None:
             assert down is not None and gate is not None
             read = _side(down, up, gate).down
             assert read is not None and read.data_ptr() == down.data_ptr()
+
+
+def test_the_plain_baseline_with_padding_is_a_single_function_of_pytorch() -> None:
+    class Calls(TorchFunctionMode):
+        names: set[str] = set()
+
+        def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+            self.names.add(function.__name__)
+            return function(*arguments, **(options or {}))
+
+    _, padded = cases(parse_shape("4x8@32"), read_settings(BenchmarkArguments()))
+    (sdpa,) = (one for one in candidates(torch.device("cpu")) if one.name == "sdpa")
+    call = sdpa.prepare(padded.problem)
+    with Calls() as calls:
+        output = call()["output"]
+    assert calls.names - {"__get__", "_set_grad_enabled"} == {"scaled_dot_product_attention", "transpose"}
+    torch.testing.assert_close(output, padded.reference(PLAIN, torch.float32)["output"])
 
 
 def test_hidden_keys_are_no_work() -> None:
