@@ -13,9 +13,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ from .harness.interface import GLOBAL
 from .harness.interruptions import check_device
 from .harness.process import DeviceLostError
 from .harness.tuning import TrialLog, TunableConstant, Tuning, override_constants, read_tuning
+from .precompilation import Precompilation
 from .report.record import RECORD
 
 TUNING = "tuning.json"
@@ -153,9 +152,9 @@ def check_preset(arguments: BenchmarkArguments) -> None:
         raise UserError("--preset gpu needs a CUDA device, and none was found; without the preset, --device cpu works")
 
 
-def chosen_parts(arguments: BenchmarkArguments, parts: tuple[PresetPart, ...] = GPU) -> tuple[PresetPart, ...]:
+def chosen_parts(arguments: BenchmarkArguments) -> tuple[PresetPart, ...]:
     """The parts to measure, in the preset's order."""
-    return tuple(part for part in parts if arguments.parts is None or part.name in arguments.parts)
+    return tuple(part for part in GPU if arguments.parts is None or part.name in arguments.parts)
 
 
 def forget_parts(arguments: BenchmarkArguments, folder: Path) -> None:
@@ -167,15 +166,7 @@ def forget_parts(arguments: BenchmarkArguments, folder: Path) -> None:
 
 
 def run_preset(
-    arguments: BenchmarkArguments,
-    folder: Path,
-    run: Callable[[BenchmarkArguments, Path, float], bool],
-    *,
-    parts: tuple[PresetPart, ...] = GPU,
-    find: Callable[[BenchmarkArguments, float, TrialLog], Tuning] | None = None,
-    module: ModuleType = kernel_tuning,
-    clock: Callable[[], float] = time.monotonic,
-    end: float | None = None,
+    arguments: BenchmarkArguments, folder: Path, run: Callable[[BenchmarkArguments, Path, float], bool], end: float
 ) -> bool:
     """Runs the parts, each into a folder of its own; returns whether everything that was measured is right.
 
@@ -183,25 +174,23 @@ def run_preset(
     `arguments.parts` they are used if they are there, and nothing is tuned.
 
     Args:
-        run: measures what the arguments say into a folder, beginning no case after a time on the clock; returns
-            whether everything is right.
-        find: tunes the constants of `module` until a time on the clock; by default `find_constants`.
-        end: when the last case may begin; by default `SECONDS` from now.
+        run: measures what the arguments say into a folder, beginning no case after a time on the monotonic clock;
+            returns whether everything is right.
+        end: when the last case may begin.
 
     Raises:
         DeviceLostError: another process has to go on.
     """
-    end = clock() + SECONDS if end is None else end
-    chosen = chosen_parts(arguments, parts)
+    chosen = chosen_parts(arguments)
     if arguments.parts is None:
-        is_right, best = _run_and_tune(chosen[0], arguments, folder, run, find, end, clock)
+        is_right, best = _run_and_tune(chosen[0], arguments, folder, run, end)
         chosen = chosen[1:]
     else:
         is_right, best = True, _found_constants(folder)
     left_out: list[str] = []
-    with override_constants(module, best):
+    with override_constants(kernel_tuning, best):
         for part in chosen:
-            if clock() < end:
+            if time.monotonic() < end:
                 is_right &= _run_part(part, arguments, folder / part.name, run, end)
             else:
                 left_out.append(part.name)
@@ -215,9 +204,7 @@ def _run_and_tune(
     arguments: BenchmarkArguments,
     folder: Path,
     run: Callable[[BenchmarkArguments, Path, float], bool],
-    find: Callable[[BenchmarkArguments, float, TrialLog], Tuning] | None,
     end: float,
-    clock: Callable[[], float],
 ) -> tuple[bool, dict[TunableConstant, Any]]:
     """Runs the first part and tunes; returns whether everything in the part is right, and the best constants.
 
@@ -225,11 +212,10 @@ def _run_and_tune(
     """
     options, file = options_of(part, arguments), folder / TUNING
     earlier = json.loads(file.read_text(encoding="utf-8")) if arguments.resume and file.exists() else {"trials": []}
-    compiles = find is None and "best" not in earlier
-    with compile_trials(options) if compiles else nullcontext() as compiling:
+    with nullcontext() if "best" in earlier else compile_trials(options) as compiling:
         is_right = _run_part(part, arguments, folder / part.name, run, end)
-        until = min(end, clock() + TUNING_SECONDS)
-        tuning = _tune_once(options, file, earlier, find or partial(find_constants, compiling=compiling), until)
+        until = min(end, time.monotonic() + TUNING_SECONDS)
+        tuning = _tune_once(options, file, earlier, until, compiling)
     print(f"\ntuned{'' if tuning.finished else ' as far as time allowed'}: {tuning.as_record()['best']}")
     return is_right, tuning.best
 
@@ -265,15 +251,15 @@ def _tune_once(
     arguments: BenchmarkArguments,
     file: Path,
     earlier: dict[str, Any],
-    find: Callable[[BenchmarkArguments, float, TrialLog], Tuning],
     end: float,
+    compiling: Precompilation | None,
 ) -> Tuning:
     """The tuning that an earlier command has written, or a new one behind its trials, which is written to the file."""
     if "best" in earlier:
         return read_tuning(earlier)
     log = TrialLog(earlier["trials"], lambda trials: write_json(file, {"trials": trials}, indent=1))
     try:
-        tuning = find(arguments, end, log)
+        tuning = find_constants(arguments, end, log, compiling)
     except DeviceLostError:
         raise
     except Exception as error:  # without its references nothing can be tuned, and the constants stay as they are

@@ -69,7 +69,7 @@ def compile_trials(arguments: BenchmarkArguments) -> Precompilation:
 
 
 def find_constants(
-    arguments: BenchmarkArguments, end: float, log: TrialLog, compiling: Precompilation | None = None
+    arguments: BenchmarkArguments, end: float, log: TrialLog, compiling: Precompilation | None
 ) -> Tuning:
     """Tunes the Triton path for bfloat16: first which kernels serve, then the constants of those kernels."""
     settings = read_settings(replace(arguments, dtype="bfloat16", batch_size=TUNED_BATCH))

@@ -77,7 +77,7 @@ def run_preset_in_workers(argv: Sequence[str], arguments: BenchmarkArguments, fo
     if GOES_ON in os.environ:
         arguments = replace(arguments, resume=True, overwrite=False)
     with disk_errors_explained(folder):
-        is_right = run_preset(arguments, folder, partial(measure_to_folder, argv), end=float(os.environ[END]))
+        is_right = run_preset(arguments, folder, partial(measure_to_folder, argv), float(os.environ[END]))
     return 0 if is_right else 1
 
 

@@ -1,8 +1,9 @@
 """The GPU preset on a machine without one: what is planned, and what is left out for lack of time."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,29 @@ class Clock:
         return self.now
 
 
-def test_parts_run_in_turn_with_the_tuned_constants_until_time_is_over(tmp_path: Path) -> None:
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Replaces the parts, how constants are found and in which module, and if need be the clock."""
+
+    def replace(
+        *parts: PresetPart,
+        find: Callable[..., Tuning],
+        module: SimpleNamespace | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        monkeypatch.setattr(preset, "GPU", parts)
+        monkeypatch.setattr(preset, "find_constants", find)
+        monkeypatch.setattr(preset, "compile_trials", lambda _: nullcontext())
+        monkeypatch.setattr(preset, "kernel_tuning", module)
+        if clock is not None:
+            monkeypatch.setattr(preset, "time", SimpleNamespace(monotonic=clock))
+
+    return replace
+
+
+def test_parts_run_in_turn_with_the_tuned_constants_until_time_is_over(
+    tmp_path: Path, plan: Callable[..., None]
+) -> None:
     clock, seen, module = Clock(), [], SimpleNamespace(BLOCK=32)
 
     def run(arguments: BenchmarkArguments, folder: Path, end: float) -> bool:
@@ -39,24 +62,22 @@ def test_parts_run_in_turn_with_the_tuned_constants_until_time_is_over(tmp_path:
         clock.now += 300
         return folder.name != "second"
 
-    def find(arguments: BenchmarkArguments, end: float, log: TrialLog) -> Tuning:
+    def find(arguments: BenchmarkArguments, end: float, log: TrialLog, compiling: None) -> Tuning:
         clock.now += 100
         assert end == 300 + preset.TUNING_SECONDS
         return Tuning({TunableConstant("BLOCK", (64,)): 64}, [], finished=True)
 
     parts = (PresetPart("first", {"dtype": "float32"}), PresetPart("second", {"window": 5}), PresetPart("third", {}))
-    right = run_preset(
-        BenchmarkArguments(preset="gpu"), tmp_path, run, parts=parts, find=find, module=module, clock=clock
-    )
-    assert not right
+    plan(*parts, find=find, module=module, clock=clock)
     end = preset.SECONDS
+    assert not run_preset(BenchmarkArguments(preset="gpu"), tmp_path, run, end)
     assert seen == [("first", "float32", None, 32, end), ("second", "bfloat16", 5, 64, end)]
     assert module.BLOCK == 32
     assert json.loads((tmp_path / "tuning.json").read_text()) == {"best": {"BLOCK": 64}, "finished": True, "trials": []}
 
 
 def test_nothing_is_compiled_ahead_any_more_while_the_tuned_parts_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
 
@@ -66,7 +87,7 @@ def test_nothing_is_compiled_ahead_any_more_while_the_tuned_parts_are_measured(
         yield
         events.append("closed")
 
-    def find(*_: object, compiling: None) -> Tuning:
+    def find(*_: object) -> Tuning:
         events.append("tuned")
         return Tuning({}, [], finished=True)
 
@@ -74,15 +95,15 @@ def test_nothing_is_compiled_ahead_any_more_while_the_tuned_parts_are_measured(
         events.append(folder.name)
         return True
 
+    plan(PresetPart("first", {}), PresetPart("second", {}), find=find)
     monkeypatch.setattr(preset, "compile_trials", compile_trials)
-    monkeypatch.setattr(preset, "find_constants", find)
-    run_preset(
-        BenchmarkArguments(preset="gpu"), tmp_path, run, parts=(PresetPart("first", {}), PresetPart("second", {}))
-    )
+    run_preset(BenchmarkArguments(preset="gpu"), tmp_path, run, math.inf)
     assert events == ["compiling", "first", "tuned", "closed", "second"]
 
 
-def test_a_second_command_goes_on_with_the_constants_that_the_first_one_found(tmp_path: Path) -> None:
+def test_a_second_command_goes_on_with_the_constants_that_the_first_one_found(
+    tmp_path: Path, plan: Callable[..., None]
+) -> None:
     clock, module = Clock(), SimpleNamespace(BLOCK=32, TILES={"probs": (1, 2)})
     best = {TunableConstant("BLOCK", (64,)): 64, TunableConstant("TILES", (), "probs"): (3, 4)}
     seen = []
@@ -92,18 +113,20 @@ def test_a_second_command_goes_on_with_the_constants_that_the_first_one_found(tm
         seen.append((folder.name, module.BLOCK, module.TILES["probs"]))
         return True
 
-    def find(arguments: BenchmarkArguments, end: float, log: TrialLog) -> Tuning:
+    def find(arguments: BenchmarkArguments, end: float, log: TrialLog, compiling: None) -> Tuning:
         assert not arguments.resume
         return Tuning(best, [], finished=False)
 
-    parts = (PresetPart("first", {}), PresetPart("second", {}))
+    plan(PresetPart("first", {}), PresetPart("second", {}), find=find, module=module, clock=clock)
     for resume in (False, True):
         arguments = BenchmarkArguments(preset="gpu", resume=resume)
-        run_preset(arguments, tmp_path, run, parts=parts, find=find, module=module, clock=clock)
+        run_preset(arguments, tmp_path, run, end=clock.now + preset.SECONDS)
     assert seen == [("first", 32, (1, 2)), ("first", 32, (1, 2)), ("second", 64, (3, 4))]
 
 
-def test_chosen_parts_run_without_tuning_with_the_constants_that_were_found(tmp_path: Path) -> None:
+def test_chosen_parts_run_without_tuning_with_the_constants_that_were_found(
+    tmp_path: Path, plan: Callable[..., None]
+) -> None:
     module, seen = SimpleNamespace(BLOCK=32), []
 
     def run(arguments: BenchmarkArguments, folder: Path, end: float) -> bool:
@@ -113,12 +136,12 @@ def test_chosen_parts_run_without_tuning_with_the_constants_that_were_found(tmp_
     def find(*_: object) -> Tuning:
         raise AssertionError("tuned")
 
-    parts = (PresetPart("first", {}), PresetPart("second", {}), PresetPart("third", {}))
+    plan(PresetPart("first", {}), PresetPart("second", {}), PresetPart("third", {}), find=find, module=module)
     arguments = BenchmarkArguments(preset="gpu", parts=["third", "second"])
-    assert run_preset(arguments, tmp_path, run, parts=parts, find=find, module=module)
+    assert run_preset(arguments, tmp_path, run, math.inf)
     found = Tuning({TunableConstant("BLOCK", (64,)): 64}, [], finished=True)
     write_json(tmp_path / preset.TUNING, found.as_record())
-    assert run_preset(arguments, tmp_path, run, parts=parts, find=find, module=module)
+    assert run_preset(arguments, tmp_path, run, math.inf)
     assert seen == [("second", 32), ("third", 32), ("second", 64), ("third", 64)]
 
 
@@ -134,7 +157,7 @@ def test_overwriting_a_part_keeps_the_others_and_the_constants(tmp_path: Path) -
 
 
 def test_a_part_that_fails_as_a_whole_and_tuning_that_fails_cost_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, plan: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = []
 
@@ -144,21 +167,21 @@ def test_a_part_that_fails_as_a_whole_and_tuning_that_fails_cost_nothing_else(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return True
 
-    def find(arguments: BenchmarkArguments, end: float, log: TrialLog) -> Tuning:
+    def find(arguments: BenchmarkArguments, end: float, log: TrialLog, compiling: None) -> Tuning:
         raise RuntimeError("no reference")
 
-    parts = (PresetPart("first", {}), PresetPart("second", {}))
-    assert not run_preset(BenchmarkArguments(preset="gpu"), tmp_path, run, parts=parts, find=find)
+    plan(PresetPart("first", {}), PresetPart("second", {}), find=find)
+    assert not run_preset(BenchmarkArguments(preset="gpu"), tmp_path, run, math.inf)
     assert seen == ["first", "second"]
     shown = capsys.readouterr().out
     assert "the part first is left unfinished: CUDA out of memory" in shown and "nothing is tuned: no ref" in shown
     assert json.loads((tmp_path / "tuning.json").read_text()) == {"best": {}, "finished": False, "trials": []}
 
 
-def test_a_process_that_goes_on_tunes_behind_the_last_trial(tmp_path: Path) -> None:
+def test_a_process_that_goes_on_tunes_behind_the_last_trial(tmp_path: Path, plan: Callable[..., None]) -> None:
     arguments = BenchmarkArguments(preset="gpu", resume=True)
 
-    def find(arguments: BenchmarkArguments, end: float, log: TrialLog) -> Tuning:
+    def find(arguments: BenchmarkArguments, end: float, log: TrialLog, compiling: None) -> Tuning:
         log.run("BLOCK", 64, lambda: 1.0)
         log.run("BLOCK", 128, lambda: process_ends())
         return Tuning({}, log.made, finished=True)
@@ -166,10 +189,10 @@ def test_a_process_that_goes_on_tunes_behind_the_last_trial(tmp_path: Path) -> N
     def process_ends() -> float:
         raise DeviceLostError("gone")
 
-    parts = (PresetPart("first", {}),)
+    plan(PresetPart("first", {}), find=find)
     with pytest.raises(DeviceLostError):
-        run_preset(arguments, tmp_path, lambda *_: True, parts=parts, find=find)
-    run_preset(arguments, tmp_path, lambda *_: True, parts=parts, find=find)
+        run_preset(arguments, tmp_path, lambda *_: True, math.inf)
+    run_preset(arguments, tmp_path, lambda *_: True, math.inf)
     trials = json.loads((tmp_path / "tuning.json").read_text())["trials"]
     assert [one.get("seconds", one.get("failure")) for one in trials] == [1.0, "gone"]
 
