@@ -1,10 +1,13 @@
 """What the small training loops of studies share: optimizer, schedule, updates, and what a forward pass costs."""
 
 from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedConfig, PreTrainedModel
 
 WARMUP, WEIGHT_DECAY, MAX_GRAD_NORM = 60, 0.05, 1.0
 
@@ -14,6 +17,15 @@ def begin_alike(model: nn.Module, other: nn.Module) -> None:
     own = model.state_dict()
     shared = {name: weight for name, weight in other.state_dict().items() if name in own}
     model.load_state_dict({**own, **{name: w for name, w in shared.items() if w.shape == own[name].shape}})
+
+
+def matched_width(make: Callable[[Any], PreTrainedModel], full: PreTrainedConfig, plain: PreTrainedConfig) -> int:
+    """The width of MLPs with which the model of `plain` has about as many parameters as that of `full`."""
+    wider = deepcopy(plain)
+    wider.intermediate_size += 1
+    with torch.device("meta"):
+        most, least, next_more = (make(config).num_parameters() for config in (full, plain, wider))
+    return plain.intermediate_size + round((most - least) / (next_more - least))
 
 
 def train_steps(model: nn.Module, learning_rate: float, steps: int, loss_of: Callable[[int], Tensor]) -> float:

@@ -19,7 +19,7 @@ from ...pretrain import PretrainArguments
 from ...pretrain.data.documents import iterate_texts, load_documents
 from ...pretrain.data.tokenizer import load_tokenizer, train_bpe
 from ...pretrain.model import build_config
-from ..model_training import begin_alike
+from ..model_training import begin_alike, matched_width
 from .arguments import ARMS, MaskedLMArguments
 
 LENGTH, BATCH = 128, 16
@@ -103,17 +103,10 @@ class Runs:
     def _config(self, arm: str, tokenizer: PreTrainedTokenizerBase) -> DCModernBertConfig:
         fields = {**self.arguments.model, **ARMS[arm][1]}
         if arm == "wide":
-            fields["intermediate_size"] += self._wider(tokenizer)
+            full, plain = (self._config(one, tokenizer) for one in ("all", "plain"))
+            fields["intermediate_size"] = matched_width(DCModernBertForMaskedLM, full, plain)
         config: Any = build_config(self._options(output="unused", model_config=fields), tokenizer)
         return config
-
-    def _wider(self, tokenizer: PreTrainedTokenizerBase) -> int:
-        """By how much an MLP is wider that has as many more parameters as everything added to the plain model."""
-        with torch.device("meta"):
-            plain, full = (DCModernBertForMaskedLM(self._config(arm, tokenizer)) for arm in ("plain", "all"))
-        missing = full.num_parameters() - plain.num_parameters()
-        matrices = 3  # of a gated MLP
-        return round(missing / (matrices * plain.config.hidden_size * plain.config.num_hidden_layers))
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         """A byte-level BPE of the training text, made once."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 
 from ...common.environment import hardware, versions
-from ..model_training import begin_alike, train_steps
+from ..model_training import begin_alike, matched_width, train_steps
 from .arguments import SCHEMES
 from .tasks import VOCABULARY, Batch, lengths_to_test, make_batch, trained_length
 
@@ -99,8 +99,7 @@ def make_model(run: Run) -> DCFormerForCausalLM:
         return plain
     composed = DCFormerForCausalLM(config_of(run, composed=True))
     if run.composition == "wide":
-        missing = composed.num_parameters() - plain.num_parameters()
-        wider = MODEL["intermediate_size"] + round(missing / (3 * MODEL["hidden_size"] * run.layers))
+        wider = matched_width(DCFormerForCausalLM, composed.config, plain.config)
         return DCFormerForCausalLM(config_of(run, composed=False, intermediate_size=wider))
     begin_alike(composed, plain)
     return composed

@@ -11,7 +11,7 @@ from ....configuration.configuration_dcbart import DCBartConfig
 from ....configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
 from ....modeling.modeling_dcbart import DCBartForConditionalGeneration
 from ....modeling.modeling_rcmha_seq2seq import RCMHASeq2SeqForConditionalGeneration
-from ..model_training import begin_alike
+from ..model_training import begin_alike, matched_width
 
 PLACES = ("encoder", "decoder", "cross")
 # Pre-norm, as in RCMHA, and embeddings scaled to the size of the positions that are added to them.
@@ -75,18 +75,17 @@ class Shape:
 
     def make(self, arm: Arm) -> PreTrainedModel:
         """A model with fresh weights."""
-        shared = {"intermediate_size": 2 * self.hidden_size, **asdict(self)}
         if arm.attention_type is not None:
-            return RCMHASeq2SeqForConditionalGeneration(RCMHASeq2SeqConfig(**shared, attention_type=arm.attention_type))
+            fields = {"intermediate_size": 2 * self.hidden_size, **asdict(self)}
+            return RCMHASeq2SeqForConditionalGeneration(RCMHASeq2SeqConfig(**fields, attention_type=arm.attention_type))
+        config = self._dcbart(arm)
         if arm.is_wide:
-            shared["intermediate_size"] += self._missing_width()
-        return DCBartForConditionalGeneration(DCBartConfig(**{**shared, **DCBART, **arm.fields}))
+            config.intermediate_size = matched_width(DCBartForConditionalGeneration, self._dcbart(ARMS["all"]), config)
+        return DCBartForConditionalGeneration(config)
 
-    def _missing_width(self) -> int:
-        """How much wider MLPs give a plain model as many parameters as one that composes everywhere."""
-        with torch.device("meta"):
-            composed, plain = (self.make(ARMS[name]).num_parameters() for name in ("all", "plain"))
-        return round((composed - plain) / (2 * self.num_hidden_layers * (2 * self.hidden_size + 1)))
+    def _dcbart(self, arm: Arm) -> DCBartConfig:
+        """The configuration of an arm's model, before its MLPs are widened."""
+        return DCBartConfig(**{"intermediate_size": 2 * self.hidden_size, **asdict(self), **DCBART, **arm.fields})
 
 
 def make_model(arm: str, shape: Shape, seed: int) -> PreTrainedModel:

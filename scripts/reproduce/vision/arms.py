@@ -9,7 +9,7 @@ import torch
 from ....configuration.configuration_dcvit import DCViTConfig
 from ....configuration.mixers import NO_COMPOSITION, mixer_fields
 from ....modeling.modeling_dcvit import DCViTForImageClassification
-from ..model_training import begin_alike
+from ..model_training import begin_alike, matched_width
 
 
 @dataclass(frozen=True)
@@ -66,26 +66,23 @@ class Shape:
 
     def config(self, arm: Arm, **changes: Any) -> DCViTConfig:
         """The configuration of an arm's model, with some fields changed."""
+        width = 2 * self.hidden_size
+        if arm.is_wide:
+            width = matched_width(
+                DCViTForImageClassification, *(self.config(ARMS[one]) for one in ("official", "norm"))
+            )
         fields: dict[str, Any] = {
             "image_size": self.image,
             "patch_size": self.patch,
             "num_channels": 1,
             "hidden_size": self.hidden_size,
-            "intermediate_size": self._widened() if arm.is_wide else 2 * self.hidden_size,
+            "intermediate_size": width,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_labels": self.labels,
             "representation_size": None,
         }
         return DCViTConfig(**{**fields, **arm.fields, **changes})
-
-    def _widened(self) -> int:
-        """The width of MLPs that gives a plain model as many parameters as the authors' has."""
-        with torch.device("meta"):
-            official, plain = (
-                DCViTForImageClassification(self.config(ARMS[name])).num_parameters() for name in ("official", "norm")
-            )
-        return 2 * self.hidden_size + round((official - plain) / (self.layers * (2 * self.hidden_size + 1)))
 
 
 def make_model(arm: str, shape: Shape, seed: int) -> DCViTForImageClassification:
