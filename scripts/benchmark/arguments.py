@@ -11,7 +11,6 @@ from ..common.number_ranges import check_positive, check_seed
 from .harness.shapes import parse_shape
 
 ROUNDS, QUICK_ROUNDS = 7, 3
-LAYERS, VOCABULARY = 2, 2048
 
 
 @dataclass
@@ -49,8 +48,8 @@ class BenchmarkArguments:
         metadata={"help": "layers of a model with --window, repeated: L has the window, G sees all keys"},
     )
     batch_size: int = field(default=1, metadata={"help": "sequences in a batch"})
-    layers: int = field(default=LAYERS, metadata={"help": "layers of the model (training and prefill)"})
-    vocabulary: int = field(default=VOCABULARY, metadata={"help": "vocabulary size of the model"})
+    layers: int = field(default=2, metadata={"help": "layers of the model (training and prefill)"})
+    vocabulary: int = field(default=2048, metadata={"help": "vocabulary size of the model"})
     rounds: int | None = field(
         default=None,
         metadata={"help": f"rounds, each over all candidates; {ROUNDS} if not given, with --quick {QUICK_ROUNDS}"},

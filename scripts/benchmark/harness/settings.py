@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from ...common.errors import UserError
-from ..arguments import LAYERS, QUICK_ROUNDS, ROUNDS, VOCABULARY, BenchmarkArguments, split_at_commas
+from ..arguments import QUICK_ROUNDS, ROUNDS, BenchmarkArguments, split_at_commas
 from .shapes import Shape, parse_shape
 
 # The least duration of one sample: a shorter one would measure the resolution of the clock.
@@ -34,10 +34,10 @@ class BenchmarkSettings:
     sample_seconds: float
     quick: bool
     shapes: tuple[Shape, ...]
-    budget: float | None = None
-    layers: int = LAYERS
-    vocabulary: int = VOCABULARY
-    layer_types: str = "L"
+    budget: float | None
+    layers: int
+    vocabulary: int
+    layer_types: str
     end: float | None = None
 
 

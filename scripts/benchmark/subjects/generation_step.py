@@ -17,11 +17,10 @@ from ..harness.inputs import COMPOSED, PLAIN
 from ..harness.interface import COMPILED, Candidate, Case, Role, Subject
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
-from .models import ModelProblem, make_case, make_problem
+from .models import ModelProblem, Step, make_case, make_problem
 
 # The ending of candidates whose cache grows with every token, as that of `generate` does by default.
 DYNAMIC = "-dynamic"
-Step = Callable[[Any, Tensor], Callable[[], Results]]
 
 
 def candidates(device: torch.device) -> list[Candidate]:
@@ -82,18 +81,15 @@ STEPS: dict[str, Step] = {"": token_step, COMPILED: partial(token_step, compiles
 
 
 def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
-    """One case; its FLOPs are those of the whole prompt minus those of the prompt without its last token."""
+    """One case.
+
+    Raises:
+        ValueError: there is a single token, so that none is in the cache.
+    """
+    if shape.length < 2:
+        raise ValueError("its last token needs others before it, which are in the cache; give 2 tokens or more")
     problem = make_problem(shape, settings, token_step, settings.layers)
-    whole = make_case(problem, settings, logits=1)
-    shorter = make_problem(Shape(shape.heads, shape.width, shape.length - 1), settings, token_step, settings.layers)
-    before = make_case(shorter, settings, logits=0)
-    yield Case(
-        passes="forward",
-        problem=problem,
-        reference=problem.reference,
-        flops=lambda function: whole.flops(function) - before.flops(function),
-        tokens=settings.batch_size,
-    )
+    yield make_case(problem, settings, logits=1, first=shape.length - 1)
 
 
 STEP = Subject(

@@ -81,12 +81,9 @@ class ModelProblem(NamedTuple):
         # By PyTorch's operators alone: compiled code is what the reference judges.
         return compiling_as("0")(self.step(model, self.tokens))()
 
-    def flops(self, function: str, logits: int) -> float:
-        """FLOPs of a forward pass that computes the logits of the last `logits` tokens of each sequence."""
-        batch, length = self.tokens.shape
-        head = 2 * self.config["hidden_size"] * self.config["vocab_size"]
-        all_logits = ModelFlops.of(self.model(function, REFERENCE)).forward(torch.arange(length))
-        return batch * (all_logits - head * (length - logits))
+    def flops(self, function: str, positions: Tensor, logits: int) -> float:
+        """FLOPs of a forward pass over tokens at `positions` `[N]` of each sequence, `logits` of which get logits."""
+        return len(self.tokens) * ModelFlops.of(self.model(function, REFERENCE)).forward(positions, logits)
 
 
 Step = Callable[[Any, Tensor], Callable[[], Results]]
@@ -189,14 +186,16 @@ def make_problem(
     return ModelProblem(tokens, weights, config, functions, settings.dtype, step, backward)
 
 
-def make_case(problem: ModelProblem, settings: BenchmarkSettings, *, logits: int) -> Case:
-    """A case of a step that computes the logits of the last `logits` tokens of each sequence."""
+def make_case(problem: ModelProblem, settings: BenchmarkSettings, *, logits: int, first: int = 0) -> Case:
+    """A case of a step over the tokens of each sequence from `first` on; the last `logits` of them get logits."""
+    batch, length = problem.tokens.shape
+    positions, passes = torch.arange(first, length), 3 if problem.backward else 1
     return Case(
         passes=passes_of(problem.backward),
         problem=problem,
         reference=problem.reference,
-        flops=cache(lambda function: problem.flops(function, logits) * (3 if problem.backward else 1)),
-        tokens=problem.tokens.numel(),
+        flops=cache(lambda function: problem.flops(function, positions, logits) * passes),
+        tokens=batch * len(positions),
         window=settings.window,
         note="" if settings.layer_types == "L" else f"layers {settings.layer_types}",
     )

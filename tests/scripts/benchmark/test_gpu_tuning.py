@@ -3,13 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 from cases.triton_marks import interpreted
 
 from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
 from dynattn.scripts.benchmark import gpu_tuning
+from dynattn.scripts.benchmark.arguments import BenchmarkArguments
 from dynattn.scripts.benchmark.gpu_tuning import make_trial
-from dynattn.scripts.benchmark.harness.settings import BenchmarkSettings
+from dynattn.scripts.benchmark.harness.settings import read_settings
 from dynattn.scripts.benchmark.harness.tuning import TunableConstant, tune
 
 
@@ -33,7 +33,7 @@ def test_only_the_faster_kernels_are_tuned(of_loops: float, expected: str) -> No
 def test_the_trial_runs_the_candidate_with_the_constants_and_refuses_wrong_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = BenchmarkSettings(torch.float32, torch.device("cpu"), None, 1, 0, 1, 0.01, False, ())
+    settings = read_settings(BenchmarkArguments())
     trial = make_trial(settings, (("4x16@24", None), ("4x16@24", 8)), "chunked")
     assert trial() > 0
     monkeypatch.setattr(gpu_tuning, "judge", lambda *_: SimpleNamespace(correct=False))
@@ -46,7 +46,7 @@ def test_the_trial_runs_the_candidate_with_the_constants_and_refuses_wrong_resul
 def test_the_triton_path_gives_the_same_with_all_constants_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # which `pinned` has deleted
-    settings = BenchmarkSettings(torch.float32, torch.device("cpu"), None, 1, 0, 1, 0.01, False, ())
+    settings = read_settings(BenchmarkArguments())
     monkeypatch.setattr(gpu_tuning, "TRIAL_SAMPLES", 1)
     trial = make_trial(settings, (("2x16@40", 8),), "triton")
     tiles = TunableConstant("TILES", ((8, 16, 4),), "dcmha_probs")

@@ -246,7 +246,7 @@ def test_a_reference_that_fails_is_no_fault_of_the_candidates(tmp_path: Path, mo
     ("subject", "shape", "message"),
     [
         ("block", "3x7@16", "block cannot have the shape 3x7@16: head_dim (7) must be even"),
-        ("step", "4x32@1", "step cannot have the shape 4x32@1: max_position_embeddings (0) must be at least 1"),
+        ("step", "4x32@1", "step cannot have the shape 4x32@1: its last token needs others before it"),
         ("prefill", "1x8@16", "prefill cannot have the shape 1x8@16: num_attention_heads (1)"),
     ],
 )

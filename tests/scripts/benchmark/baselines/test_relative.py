@@ -1,18 +1,18 @@
 """The official style of relative attention: the official results, and the same function as ours."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from dynattn.scripts.benchmark.arguments import BenchmarkArguments
 from dynattn.scripts.benchmark.baselines.relative import OfficialRelativeAttention, as_official, from_official
-from dynattn.scripts.benchmark.harness.settings import BenchmarkSettings
+from dynattn.scripts.benchmark.harness.settings import read_settings
 from dynattn.scripts.benchmark.harness.shapes import Shape
 from dynattn.scripts.benchmark.subjects import relative
-
-CPU = torch.device("cpu")
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 
@@ -41,7 +41,7 @@ def test_golden_layers_of_every_type_are_there() -> None:
 @pytest.mark.parametrize("kind", relative.TYPES)
 @pytest.mark.parametrize("memory", [0, 9])
 def test_both_styles_of_a_layer_are_the_same_function(kind: str, memory: int) -> None:
-    settings = BenchmarkSettings(torch.float64, CPU, None, 2, 0, 1, 0.01, False, ())
+    settings = replace(read_settings(BenchmarkArguments(batch_size=2)), dtype=torch.float64)
     problem = relative.make_problem(Shape(4, 8, 12, memory), settings, backward=True)
     ours = relative.prepare_ours(problem, kind=kind, implementation="eager")()
     official = relative.prepare_official(problem, kind=kind, compiles=False)()

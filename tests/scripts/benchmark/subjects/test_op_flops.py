@@ -8,15 +8,14 @@ from cases.benchmark import inputs_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
+from dynattn.scripts.benchmark.arguments import BenchmarkArguments
 from dynattn.scripts.benchmark.baselines.dcmha import attend_whole
 from dynattn.scripts.benchmark.harness.inputs import COMPOSED, PLAIN
-from dynattn.scripts.benchmark.harness.settings import BenchmarkSettings
+from dynattn.scripts.benchmark.harness.settings import read_settings
 from dynattn.scripts.benchmark.harness.shapes import Shape, visible_pairs
-from dynattn.scripts.benchmark.subjects import models
+from dynattn.scripts.benchmark.subjects import generation_step, models
 from dynattn.scripts.benchmark.subjects.op_flops import attention_flops, composition_flops, decode_flops
 from dynattn.scripts.common.flops import projection_flops
-
-CPU = torch.device("cpu")
 
 
 def counted(call: Callable[[], object]) -> int:
@@ -61,11 +60,20 @@ def test_operations_of_a_model_are_those_that_pytorch_counts(function: str) -> N
 @pytest.mark.parametrize(("step", "logits"), [(models.prefill_step, 1), (models.training_step, 24)])
 def test_operations_of_a_step_are_those_that_pytorch_counts(step: models.Step, logits: int, window: int | None) -> None:
     batch, layers, heads, width, length = 2, 3, 4, 8, 24
-    settings = BenchmarkSettings(torch.float32, CPU, window, batch, 0, 1, 0.01, False, (), vocabulary=64)
+    settings = read_settings(BenchmarkArguments(window=window, batch_size=batch, vocabulary=64))
     problem = models.make_problem(Shape(heads, width, length), settings, step, layers)
     with FlopCounterMode(display=False) as counter:
         step(problem.model(PLAIN, "eager"), problem.tokens)()
     # The reference op computes hidden pairs, too.
     hidden = batch * layers * heads * (length**2 - visible_pairs(length, window)) * 4 * width
     passes = 3 if step is models.training_step else 1
-    assert passes * (problem.flops(PLAIN, logits) + hidden) == counter.get_total_flops()
+    assert passes * (problem.flops(PLAIN, torch.arange(length), logits) + hidden) == counter.get_total_flops()
+
+
+def test_operations_of_a_generated_token_are_those_that_pytorch_counts() -> None:
+    (case,) = generation_step.cases(Shape(4, 8, 24), read_settings(BenchmarkArguments(batch_size=2, vocabulary=64)))
+    call = generation_step.token_step(case.problem.model(PLAIN, "eager"), case.problem.tokens)
+    with FlopCounterMode(display=False) as counter:
+        call()
+    assert case.flops(PLAIN) == counter.get_total_flops()
+    assert case.tokens == 2
