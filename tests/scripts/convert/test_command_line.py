@@ -1,9 +1,6 @@
-"""What every conversion's command line has in common, and that it answers before torch is imported."""
+"""What every conversion's command line has in common."""
 
-import ast
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -12,11 +9,7 @@ from dynattn.scripts.cli import main
 from dynattn.scripts.common.arguments import name_words
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.convert.common.arguments import parse_size
-from dynattn.scripts.convert.main import CONVERSIONS
 from dynattn.scripts.convert.official.arguments import OfficialArguments
-
-HEAVY = {"torch", "transformers", "safetensors", "huggingface_hub", "tokenizers", "numpy"}
-OURS = "dynattn.scripts.convert"
 
 
 def test_sizes_with_units_are_bytes() -> None:
@@ -91,44 +84,6 @@ def test_the_command_tells_its_kinds(capsys: pytest.CaptureFixture[str]) -> None
     assert "official" in capsys.readouterr().out
     assert main(["convert", "gguf"]) == 2
     assert "unknown conversion 'gguf'" in capsys.readouterr().err
-
-
-def modules_imported_at_the_top(module: str) -> set[str]:
-    """Full names of what a module imports when it is imported itself: not in functions, not for type checkers."""
-    spec = find_spec(module)
-    assert spec is not None and spec.origin is not None
-    package = module if spec.submodule_search_locations else module.rpartition(".")[0]
-    found: set[str] = set()
-    for node in ast.parse(Path(spec.origin).read_text()).body:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            parts = package.split(".")
-            base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
-            name = ".".join(filter(None, (base, node.module)))
-            # `from . import main` names a module, `from .main import run` what is in one.
-            submodules = (f"{name}.{alias.name}" for alias in node.names)
-            found |= {name, *(path for path in submodules if name.startswith(OURS) and exists(path))}
-    return found
-
-
-def exists(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent is a module, not a package
-        return False
-
-
-@pytest.mark.parametrize("module", [OURS, f"{OURS}.main", *(module for module, _ in CONVERSIONS.commands.values())])
-def test_entry_points_import_nothing_heavy(module: str) -> None:
-    seen, waiting = set[str](), {module}
-    while waiting:
-        name = waiting.pop()
-        seen.add(name)
-        if name.startswith(OURS):
-            waiting |= modules_imported_at_the_top(name) - seen
-    assert not {name for name in seen if name.split(".")[0] in HEAVY}
-    assert not {name for name in seen if name.startswith(("dynattn.modeling", "dynattn.configuration"))}
 
 
 def test_the_library_names_are_all_there() -> None:
