@@ -17,7 +17,6 @@ from dynattn.modeling.caches.names import cache_in, named_cache
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.folder_lock import FolderLock
-from dynattn.scripts.common.paired import paired_difference
 from dynattn.scripts.common.token_streams import TokenStreams
 from dynattn.scripts.reproduce.tiny_shakespeare import job, plan, text, training
 from dynattn.scripts.reproduce.tiny_shakespeare.arguments import StudyArguments
@@ -312,20 +311,6 @@ def runs_of(group: str, accuracies: dict[str, list[float]]) -> dict[tuple[str, s
         (group, kind): [result_of(group, kind, seed, value) for seed, value in enumerate(values)]
         for kind, values in accuracies.items()
     }
-
-
-def test_the_paired_test_has_the_numbers_of_its_closed_form():
-    """Differences 1, 2 and 3: t = 2 sqrt 3 on 2 degrees of freedom, for which p = 1 - t / sqrt(2 + t * t)."""
-    found, t = paired_difference([2.0, 4.0, 6.0], [1.0, 2.0, 3.0]), 2 * math.sqrt(3)
-    assert (found["mean"], found["sd"]) == (2, 1)
-    assert found["p"] == pytest.approx(1 - t / math.sqrt(2 + t * t))
-    half = 4.302652729911275 / math.sqrt(3)
-    assert found["interval_95"] == pytest.approx([2 - half, 2 + half])
-
-
-def test_one_seed_and_equal_differences_have_no_test():
-    assert paired_difference([2.0], [1.0]) == {"values": [1.0], "mean": 1.0, "sd": None, "interval_95": None, "p": None}
-    assert paired_difference([2.0, 3.0], [1.0, 2.0])["p"] is None
 
 
 def test_incomplete_groups_are_compared_on_the_seeds_that_both_sides_have():

@@ -50,18 +50,6 @@ def record() -> dict[str, Any]:
     }
 
 
-def test_the_difference_has_the_numbers_of_the_paired_t_test(record: dict[str, Any]):
-    """Differences -0.1, -0.2, -0.3: t = -0.2 / (0.1 / sqrt 3) on 2 degrees of freedom, for which p and t(0.975) are
-    known in closed form."""
-    found = record["comparison"]["composed"]
-    t = 2 * 3**0.5
-    assert found["values"] == pytest.approx([-0.1, -0.2, -0.3])
-    assert (found["mean"], found["sd"]) == (pytest.approx(-0.2), pytest.approx(0.1))
-    assert found["p"] == pytest.approx(1 - t / (2 + t * t) ** 0.5)
-    half = 4.302652729911275 * 0.1 / 3**0.5
-    assert found["interval_95"] == pytest.approx([-0.2 - half, -0.2 + half])
-
-
 def test_the_table_quotes_the_record(record: dict[str, Any]):
     lines = table(record).split("\n")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
