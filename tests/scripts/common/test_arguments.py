@@ -1,12 +1,14 @@
-"""The values of argument files: numbers as YAML 1.2 has them, and no key twice."""
+"""Arguments of files and options: values as in YAML 1.2, no key twice, and options like those of Transformers."""
 
-from dataclasses import dataclass, field
+import shlex
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from transformers import HfArgumentParser
 
-from dynattn.scripts.common.arguments import parse_arguments
+from dynattn.scripts.common.arguments import command_line, make_parser, parse_arguments
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.yaml_files import read_yaml
 
@@ -92,3 +94,132 @@ def test_options_read_infinities_of_yaml(tmp_path: Path) -> None:
     path = tmp_path / "arguments.yaml"
     path.write_text("rate: -.inf")
     assert parse_arguments(Options, [str(path)], prog="test").rate == -float("inf")
+
+
+@dataclass
+class Arguments:
+    steps: int = field(metadata={"help": "how many"})
+    rate: float = field(default=0.1, metadata={"help": "how fast"})
+    names: list[str] | None = field(default=None, metadata={"help": "which"})
+
+
+def test_yaml_then_options(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: 3\nrate: 1e-4\nnames: [a, b]\n")
+    assert parse_arguments(Arguments, [str(file)], prog="x") == Arguments(3, 1e-4, ["a", "b"])
+    assert parse_arguments(Arguments, [str(file), "--steps", "5"], prog="x").steps == 5
+    assert parse_arguments(Arguments, ["--steps", "5"], prog="x") == Arguments(5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("step: 3", r"unknown arguments \['step'\]; did you mean steps\? known are \['names', 'rate', 'steps'\]"),
+        ("- 3", "must hold a mapping"),
+        ("[]", "must hold a mapping"),
+        ("steps: [", "not valid YAML"),
+        ("[" * 10_000, "not valid YAML"),
+        ("steps: \udcff", "is not UTF-8 text"),
+        (None, "cannot read the argument file"),
+    ],
+    ids=range(7),
+)
+def test_bad_yaml(tmp_path: Path, text: str | None, message: str) -> None:
+    file = tmp_path / "run.yaml"
+    if text is not None:
+        file.write_text(text, errors="surrogateescape")
+    with pytest.raises(UserError, match=message):
+        parse_arguments(Arguments, [str(file)], prog="x")
+
+
+@dataclass
+class SeveralKinds:
+    rates: list[float] | None = None
+    names: list[str] = field(default_factory=list)
+    on: str = "cpu"
+    switch: bool = True
+    precision: Literal["no", "bf16"] = "bf16"
+    mapping: dict[str, Any] | str | None = None
+
+
+def test_values_of_a_file_are_converted_as_those_of_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "rates: [1, 1e-3, '2']\nnames: 7\non: on\nswitch: off\nprecision: no\n"
+        "mapping: {on: {2: .1, yes: .5}, other: [true, no]}\n"
+    )
+    read = parse_arguments(SeveralKinds, [str(file)], prog="x")
+    mapping = {"on": {"2": 0.1, "yes": 0.5}, "other": [True, "no"]}
+    assert read == SeveralKinds([1.0, 1e-3, 2.0], ["7"], "on", False, "no", mapping)
+    assert [type(rate) for rate in read.rates or []] == [float] * 3
+
+
+@pytest.mark.parametrize("arguments", [Arguments(0), Arguments(5, 1e-4, ["a", "b c"])])
+def test_a_command_line_gives_back_the_arguments_it_was_made_of(arguments: Arguments) -> None:
+    words = shlex.split(command_line("reproduce x", asdict(arguments)))
+    assert words[:3] == ["dynattn", "reproduce", "x"]
+    assert parse_arguments(Arguments, words[3:], prog="x") == arguments
+
+
+def test_a_command_line_names_what_is_switched_on_and_nothing_that_is_not_given() -> None:
+    options = {"quick": True, "small": False, "arms": [], "seed": 0, "path": None}
+    assert command_line("reproduce x", options) == "dynattn reproduce x --quick --seed 0"
+
+
+def test_unknown_options() -> None:
+    with pytest.raises(UserError, match="unknown options --stride 3; `x --help` lists"):
+        parse_arguments(Arguments, ["--steps", "1", "--stride", "3"], prog="x")
+    with pytest.raises(UserError, match="unknown options --rat 3; did you mean --rate"):  # not the beginning of --rate
+        parse_arguments(Arguments, ["--steps", "1", "--rat", "3"], prog="x")
+
+
+@dataclass
+class EveryKind:
+    text: str
+    number: int = 1
+    share: float | None = None
+    switched_on: bool = True
+    switched_off: bool = False
+    choice: Literal["a", "b"] = "a"
+    level: Literal[1, 2] | None = None
+    sizes: list[int] = field(default_factory=lambda: [1, 2], metadata={"help": "which"})
+    names: list[str] | None = None
+    mapping: dict[str, int] | str | None = None
+
+
+def test_options_are_those_of_transformers() -> None:
+    usage = "%(prog)s [FILE.yaml] [--option value ...]"
+    ours, theirs = make_parser(EveryKind, prog="x"), HfArgumentParser(EveryKind, prog="x", usage=usage)
+    assert ours._option_string_actions.keys() == theirs._option_string_actions.keys()
+    line = ["--text", "t", "--no-switched-on", "--switched_off", "yes", "--choice", "b", "--level", "2"]
+    line += ["--sizes", "3", "4", "--names", "n", "--mapping", "{}"]
+    for argv in (line, ["--text=t", "--number", "3", "--switched-on", "0", "--switched-off"]):
+        assert vars(ours.parse_args(argv)) == vars(theirs.parse_args(argv))
+    for argv in (["--choice", "c"], ["--number", "x"], ["--switched_on", "maybe"], ["--level", "3"], []):
+        for parser in (ours, theirs):
+            with pytest.raises(SystemExit):
+                parser.parse_args(["--text", "t", *argv] if argv else argv)
+
+
+def test_help_shows_each_option_once_with_its_default_or_that_it_is_required() -> None:
+    shown = " ".join(make_parser(Arguments, prog="x").format_help().split())
+    assert "--steps STEPS how many (required) --rate RATE how fast (default: 0.1)" in shown
+    assert "--names NAMES [NAMES ...] which FILE.yaml" in shown
+    shown = " ".join(make_parser(EveryKind, prog="x").format_help().split())
+    assert "--switched_on [yes|no] --no_switched_on the opposite of --switched_on --switched_off [yes|no]" in shown
+    assert "--sizes SIZES [SIZES ...] which (default: 1 2)" in shown
+
+
+@dataclass
+class SeveralChoices:
+    trackers: list[Literal["wandb", "trackio"]] = field(default_factory=list)
+
+
+def test_an_option_takes_several_of_its_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_arguments(SeveralChoices, ["--trackers", "wandb", "trackio"], prog="x").trackers == [
+        "wandb",
+        "trackio",
+    ]
+    with pytest.raises(SystemExit):
+        parse_arguments(SeveralChoices, ["--trackers", "tensorboard"], prog="x")
+    assert "choose from" in capsys.readouterr().err
