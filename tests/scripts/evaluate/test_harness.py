@@ -19,7 +19,6 @@ from lm_eval.utils import (
     get_sample_results_filenames,
     make_table,
 )
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -41,6 +40,7 @@ from dynattn.scripts.evaluate.heldout import score_documents
 from dynattn.scripts.evaluate.quoted import quoted_scores
 from dynattn.scripts.evaluate.results import Metric, Results, TaskResult, format_table, write_results
 from dynattn.scripts.evaluate.suites import SUITES, TASKS
+from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 
 CONTEXT = 384
 VOCABULARY = 384
@@ -50,17 +50,9 @@ SUITE_FOLDERS = ("arc", "hellaswag", "lambada", "logiqa", "piqa", "sciq", "super
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(builtin_documents("train")[:5], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>")
+    made = train_bpe([builtin_documents("train")[:5]], VOCABULARY)
+    made.bos_token = made.pad_token = None  # as of a GPT-2
+    return made
 
 
 @pytest.fixture

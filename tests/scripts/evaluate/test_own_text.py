@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases.tokenizers import that_adds_bos
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -21,6 +21,7 @@ from dynattn.scripts.evaluate import results as results_module
 from dynattn.scripts.evaluate.own_text import Scores, score_texts, summarize
 from dynattn.scripts.evaluate.results import write_files
 from dynattn.scripts.evaluate.text_files import FileDocuments, read_documents
+from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 
 DOCUMENTS = ["The first text, with a café.", "A second one, which is a little longer than the first text is.", "Third."]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
@@ -29,15 +30,7 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     """A token for every byte, and few more."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=270, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator(DOCUMENTS, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>")
+    return train_bpe([DOCUMENTS], vocab_size=270)
 
 
 @pytest.fixture(scope="module")
