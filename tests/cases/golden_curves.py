@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from dynattn.scripts.pretrain import plan
 
 from .golden import GOLDEN
-from .training import curve, run, write_corpus
+from .training import losses, run, write_corpus
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ def train(folder: Path, family: str, implementation: str) -> list[float]:
     """The losses of all updates, and at last that of the validation."""
     corpus = write_corpus(folder / "corpus.jsonl")
     run(folder / "run", corpus, **RUN, **MODELS[family], attn_implementation=implementation)
-    return [loss for (loss,) in curve(folder / "run", "loss") if loss is not None]
+    return losses(folder / "run").tolist()
 
 
 def train_perturbed(folder: Path, family: str, seed: int) -> list[float]:

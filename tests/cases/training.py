@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
@@ -27,6 +28,7 @@ from dynattn.scripts.pretrain.outputs.metrics import read_metrics
 from dynattn.scripts.pretrain.results import RATES
 from dynattn.scripts.pretrain.trainer import Trainer
 
+from .checkpoints import assert_same_weights, weights_of
 from .processes import free_port, torchrun_environment
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
@@ -109,6 +111,12 @@ def without_timing(output: Path) -> list[dict[str, Any]]:
     ]
 
 
+def assert_same_run(one: Path, other: Path, after: int = 0) -> None:
+    """A run left what another one did: the metrics of updates behind `after` and the final weights, bit for bit."""
+    assert without_timing(one) == [line for line in without_timing(other) if line["step"] > after]
+    assert_same_weights(weights_of(one / "model"), weights_of(other / "model"))
+
+
 def killed_run(output: Path, corpus: Path, step: int, **changes: Any) -> None:
     """Leaves what `run` leaves if it dies after `step` updates."""
     with killed_after(step):
@@ -152,6 +160,11 @@ def saved_tensors(output: Path, step: int, prefix: str) -> dict[str, Tensor]:
 def curve(output: Path, *names: str, split: str | None = None) -> list[list[Any]]:
     """The fields `names` of each line of a run's metrics."""
     return [[line.get(name) for name in names] for line in read_metrics(output / "metrics.jsonl", split)]
+
+
+def losses(output: Path, split: str | None = None) -> np.ndarray:
+    """Those of a run's metrics; lines about other things have none."""
+    return np.array([loss for (loss,) in curve(output, "loss", split=split) if loss is not None])
 
 
 def command(options: Mapping[str, Any], processes: int = 1) -> list[str]:

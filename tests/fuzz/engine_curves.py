@@ -16,7 +16,7 @@ import torch
 
 from dynattn.scripts.common.atomic_file import write_json
 from dynattn.scripts.common.environment import hardware, versions
-from tests.cases.training import RUN, curve, run, run_forked, write_corpus
+from tests.cases.training import RUN, losses, run, run_forked, write_corpus
 
 SEQUENCES, UPDATES = 8, 8
 OPTIONS = {
@@ -89,7 +89,7 @@ def split(processes: int, accumulation: int) -> dict[str, Any]:
 
 def row(engine: str, processes: int, accumulation: int, alone: Path, output: Path) -> dict[str, Any]:
     """What one run has to show."""
-    one, other = ([loss for (loss,) in curve(path, "loss") if loss is not None] for path in (alone, output))
+    one, other = map(losses, (alone, output))
     difference = max(abs(a - b) for a, b in zip(one, other, strict=True))
     return {"engine": engine, "processes": processes, "forward_passes": accumulation, "difference": difference}
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import set_seed
-from cases.training import call, curve, killed_after, parse, write_corpus
-from safetensors.torch import load_file
+from cases.checkpoints import assert_same_weights, weights_of
+from cases.training import call, curve, killed_after, losses, parse, write_corpus
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
@@ -125,11 +125,10 @@ def test_training_is_a_loop_over_streams_whose_memory_starts_anew_with_each_epoc
     memory_type: str, finished: dict[str, Result]
 ) -> None:
     result = finished[memory_type]
-    losses = [loss for (loss,) in curve(result.output, "loss", split="train")]
-    assert losses == pytest.approx(losses_by_hand(result, carry=True), rel=1e-4)
-    forgetful = losses_by_hand(result, carry=False)
-    assert losses[0] == pytest.approx(forgetful[0], rel=1e-6)
-    assert abs(losses[1] - forgetful[1]) > 1e-3 * losses[1]
+    found, forgetful = losses(result.output, "train"), losses_by_hand(result, carry=False)
+    assert found == pytest.approx(losses_by_hand(result, carry=True), rel=1e-4)
+    assert found[0] == pytest.approx(forgetful[0], rel=1e-6)
+    assert abs(found[1] - forgetful[1]) > 1e-3 * found[1]
 
 
 @pytest.mark.parametrize(("on_bad_update", "bad"), [("skip", 5), ("rollback", 5), ("skip", 4)])
@@ -161,8 +160,7 @@ def test_a_bad_update_leaves_nothing_in_the_memory(
     monkeypatch.setattr(StreamMemory, "begin_update", begin)
     monkeypatch.setattr(StreamMemory, "loss", loss)
     result = run(tmp_path / "run", corpus, on_bad_update=on_bad_update, eval_every=100)
-    losses = [loss for (loss,) in curve(result.output, "loss", split="train")]
-    assert sum(loss is None for loss in losses) == (on_bad_update == "skip")
+    assert curve(result.output, "loss", split="train").count([None]) == (on_bad_update == "skip")
     segments = next(step for step, _ in seen[1:] if step and seen[step][1] and step != bad)
     empty = [step for step, is_empty in seen if is_empty]
     begins = [step for step, _ in seen if step % segments == 0]
@@ -229,8 +227,7 @@ def test_a_resumed_run_is_the_straight_one_bit_for_bit(
     resumed = run(tmp_path / "killed", corpus, model, mixed_precision=precision)
     names = ("step", "split", "loss", "grad_norm", "bits_per_byte")
     assert curve(resumed.output, *names) == curve(straight.output, *names)
-    one, two = (load_file(result.model / "model.safetensors") for result in (straight, resumed))
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert_same_weights(weights_of(resumed.model), weights_of(straight.model))
 
 
 def test_micro_batches_have_memories_of_their_own_and_a_run_resumes_with_others(
@@ -248,8 +245,8 @@ def test_micro_batches_have_memories_of_their_own_and_a_run_resumes_with_others(
 
 def test_without_the_option_documents_are_packed_as_for_any_model(corpus: Path, tmp_path: Path) -> None:
     result = run(tmp_path / "run", corpus, carry_memory=False, mask_documents=True)
-    losses = [loss for (loss,) in curve(result.output, "loss", split="train")]
-    assert losses[-1] < losses[0] - 0.3
+    first, *_, last = losses(result.output, "train")
+    assert last < first - 0.3
     assert not list(result.output.glob("checkpoints/*/memory-*"))
 
 

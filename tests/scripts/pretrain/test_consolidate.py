@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases.checkpoints import assert_same_weights, weights_of
 from cases.training import earlier_format, killed_run, run_forked
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,10 +21,7 @@ def test_the_last_checkpoint_becomes_the_final_model(
     words = ["--overwrite", str(finished.output), "--destination", str(tmp_path / "model")]
     assert main(["convert", "consolidate", *words]) == 0
     assert "verified" in capsys.readouterr().out
-    expected = load_file(finished.model / "model.safetensors")
-    written = load_file(tmp_path / "model" / "model.safetensors")
-    assert written.keys() == expected.keys()
-    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+    assert_same_weights(weights_of(tmp_path / "model"), weights_of(finished.model))
     ids = AutoTokenizer.from_pretrained(tmp_path / "model")("The number 3", return_tensors="pt").input_ids
     one, two = (
         AutoModelForCausalLM.from_pretrained(folder)(ids).logits for folder in (tmp_path / "model", finished.model)
@@ -38,12 +36,11 @@ def test_shards_of_two_processes_become_one_model(corpus: Path, tmp_path: Path):
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert len(list((checkpoint / "tensors").iterdir())) == 2
     assert main(["convert", "consolidate", str(checkpoint), str(tmp_path / "model")]) == 0
-    expected = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    written = load_file(tmp_path / "model" / "model.safetensors")
-    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+    expected = weights_of(tmp_path / "run" / "model")
+    assert_same_weights(weights_of(tmp_path / "model"), expected)
     assert main(["convert", "consolidate", str(checkpoint), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
-    half = load_file(tmp_path / "half" / "model.safetensors")
-    assert all(torch.equal(half[name], tensor.bfloat16()) for name, tensor in expected.items())
+    halved = {name: tensor.bfloat16() for name, tensor in expected.items()}
+    assert_same_weights(weights_of(tmp_path / "half"), halved)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_consolidated_too(corpus: Path, tmp_path: Path):

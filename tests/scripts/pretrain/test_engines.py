@@ -4,10 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from cases.training import RUN, curve, killed_after, run, run_forked
+from cases.training import RUN, curve, killed_after, losses, run, run_forked
 from safetensors.torch import load_file
 
 from dynattn.scripts.pretrain.consolidate import ConsolidateArguments, consolidate
@@ -27,11 +26,6 @@ DCFORMER = {
 def split(processes: int, accumulation: int = 1) -> dict[str, Any]:
     """Updates of eight sequences, whatever the number of processes and of forward passes."""
     return {"batch_size": 8 // processes // accumulation, "gradient_accumulation_steps": accumulation}
-
-
-def losses(output: Path) -> np.ndarray:
-    """Of all updates and of the validation; lines about other things have none."""
-    return np.array([loss for (loss,) in curve(output, "loss") if loss is not None])
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ def test_a_spike_is_far_above_the_losses_before_it():
     assert find_fault(3.3, 1.0, recent, threshold=4.0) is None
     assert find_fault(3.6, 1.0, recent, threshold=None) is None
     assert find_fault(3.6, 1.0, recent[1:], threshold=4.0) is None
+    assert "loss nan" in str(find_fault(math.nan, 1.0, recent, threshold=None))
     assert "more than 4 standard deviations above 3 +- 0.1" in str(find_fault(3.6, 1.0, recent, threshold=4.0))
     assert "gradient norm inf" in str(find_fault(3.0, math.inf, recent, threshold=None))
 
@@ -67,7 +68,8 @@ def check_kept(output: Path) -> None:
 
 
 def test_by_default_the_run_stops_and_says_what_was_wrong(corpus: Path, tmp_path: Path, seen: list[list[int]]):
-    with pytest.raises(UserError, match=r"update 7 has loss inf .* first in the gradient of .*document .* is kept in"):
+    wrong = r"update 7 has loss inf .* first in the gradient of .*document .* is kept in"
+    with pytest.raises(UserError, match=rf"{wrong} .* last good checkpoint is .*step-000004"):
         run(tmp_path / "run", corpus)
     check_kept(tmp_path / "run")
     assert len(seen) == BAD

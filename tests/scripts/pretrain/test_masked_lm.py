@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from cases.training import RUN, curve, killed_run, run, run_forked, without_timing
+from cases.training import RUN, assert_same_run, curve, killed_run, losses, run, run_forked
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, pipeline
 
 from dynattn.scripts.common.errors import UserError
@@ -35,9 +33,7 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
 def test_a_killed_run_resumes_bit_for_bit(finished: Result, corpus: Path, tmp_path: Path) -> None:
     killed_run(tmp_path / "run", corpus, 7, **MASKED)
     run(tmp_path / "run", corpus, **MASKED)
-    assert without_timing(tmp_path / "run") == without_timing(finished.output)
-    one, two = (load_file(folder / "model" / "model.safetensors") for folder in (tmp_path / "run", finished.output))
-    assert all(torch.equal(one[name], weight) for name, weight in two.items())
+    assert_same_run(tmp_path / "run", finished.output)
 
 
 def test_validation_is_the_cross_entropy_of_hidden_tokens(finished: Result) -> None:
@@ -74,10 +70,6 @@ def test_a_checkpoint_becomes_a_model_with_its_head(finished: Result, tmp_path: 
     model = read_model(finished.output / "checkpoints" / "step-000012")
     model.save_pretrained(tmp_path)
     compare(model, tmp_path)
-
-
-def losses(output: Path) -> np.ndarray:
-    return np.array([loss for (loss,) in curve(output, "loss") if loss is not None])
 
 
 @pytest.fixture(scope="module")

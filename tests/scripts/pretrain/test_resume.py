@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases.training import LLAMA, curve, earlier_format, killed_run, run, run_forked, without_timing
+from cases.training import LLAMA, assert_same_run, curve, earlier_format, killed_run, run, run_forked, without_timing
 from safetensors.torch import load_file
 
 from dynattn.scripts.common.errors import UserError
@@ -16,13 +16,6 @@ from dynattn.scripts.pretrain.stopping import StoppedError
 
 # New processes have no random state to restore, so dropout would differ.
 WITHOUT_DROPOUT = {**LLAMA, "attention_dropout": 0.0}
-
-
-def is_same(output: Path, finished: Result, after: int = 0) -> bool:
-    """Whether a run left the same metrics of updates behind `after` and the same weights, bit for bit."""
-    one, two = (load_file(folder / "model" / "model.safetensors") for folder in (output, finished.output))
-    lines = [line for line in without_timing(finished.output) if line["step"] > after]
-    return without_timing(output) == lines and all(torch.equal(one[name], weight) for name, weight in two.items())
 
 
 def flip_last_byte(file: Path) -> None:
@@ -37,7 +30,7 @@ def test_checkpoints_of_an_earlier_version_resume_bit_for_bit(finished: Result, 
     saved = tmp_path / "run" / "checkpoints" / "step-000004"
     assert {path.name for path in saved.iterdir()} >= {"model.safetensors", "optimizer.bin", "random_states_0.pkl"}
     run(tmp_path / "run", corpus)
-    assert is_same(tmp_path / "run", finished)
+    assert_same_run(tmp_path / "run", finished.output)
 
 
 @pytest.mark.slow
@@ -63,7 +56,7 @@ def test_resume_intact_falls_back_and_says_what_it_skips(
         run(output, corpus, resume="intact", keep_checkpoints=1)
     assert "skipping the checkpoint" in caplog.text
     assert f"{damaged.name} does not have the contents that were saved" in caplog.text
-    assert is_same(output, finished)
+    assert_same_run(output, finished.output)
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["abandoned-1", "step-000012"]
     assert (output / "checkpoints" / "abandoned-1" / "step-000008").is_dir()
 
@@ -97,12 +90,12 @@ def test_going_back_moves_later_checkpoints_out_of_the_way_for_good(
             run(output, corpus, resume=str(left / "step-000008"), overwrite=overwrite)
     assert checkpoint.find_damage(left / "step-000008") is None
     run(tmp_path / "fork", corpus, resume=str(left / "step-000008"))
-    assert is_same(output=tmp_path / "fork", finished=finished, after=8)
+    assert_same_run(tmp_path / "fork", finished.output, after=8)
     killed_run(output, corpus, 11)
     killed_run(output, corpus, 5, resume=str(saved / "step-000004"))
     assert [path.name for path in (saved / "abandoned-2").glob("step-*")] == ["step-000008"]
     run(output, corpus)
-    assert is_same(output, finished)
+    assert_same_run(output, finished.output)
 
 
 def test_a_start_that_fails_leaves_later_checkpoints_where_they_are(interrupted: Path, corpus: Path, tmp_path: Path):
@@ -144,13 +137,13 @@ def test_a_run_out_of_time_stops_at_a_checkpoint(finished: Result, corpus: Path,
         run(tmp_path / "run", corpus, max_seconds=0.001)
     assert stopped.value.status == 124
     run(tmp_path / "run", corpus, max_seconds=1e6)
-    assert is_same(tmp_path / "run", finished)
+    assert_same_run(tmp_path / "run", finished.output)
 
 
 def test_saving_in_the_background_changes_nothing(finished: Result, corpus: Path, tmp_path: Path):
     output = tmp_path / "run"
     run(output, corpus, save_in_background=True)
-    assert is_same(output, finished)
+    assert_same_run(output, finished.output)
     for step in (4, 8, 12):
         one, two = (folder / "checkpoints" / f"step-{step:06d}" for folder in (output, finished.output))
         assert checkpoint.find_damage(one) is None

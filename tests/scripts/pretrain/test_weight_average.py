@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases.checkpoints import assert_same_weights, weights_of
 from cases.training import curve, killed_run, run, saved_tensors
 from safetensors.torch import load_file
 from torch import nn
@@ -47,8 +48,7 @@ def test_averages_are_saved_scored_resumed_and_exported(corpus: Path, tmp_path: 
     assert curve(output, "loss", "average_loss") == curve(straight, "loss", "average_loss")
     assert all(loss is not None for (loss,) in curve(output, "average_loss", split="validation"))
     consolidate(ConsolidateArguments(str(output), str(tmp_path / "average"), average=True))
-    consolidated = load_file(tmp_path / "average" / "model.safetensors")
-    assert all(torch.equal(consolidated[name], tensor) for name, tensor in exported.items())
+    assert_same_weights(weights_of(tmp_path / "average"), exported)
 
 
 def test_a_run_without_an_average_has_none(interrupted: Path, corpus: Path, tmp_path: Path):
