@@ -89,3 +89,13 @@ def refusal(capsys: pytest.CaptureFixture[str], *command: object) -> str:
     assert main(["convert", *map(str, command)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line
+
+
+def refusal_leaving_nothing(
+    capsys: pytest.CaptureFixture[str], work: Path, kind: str, source: Path, *options: str
+) -> str:
+    """`refusal` of a conversion into the folder `work`, in which nothing may have been written."""
+    work.mkdir(exist_ok=True)
+    line = refusal(capsys, kind, source, work / "made", *options)
+    assert not list(work.iterdir())
+    return line

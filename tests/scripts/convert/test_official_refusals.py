@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.checkpoints import convert, edit_config, edit_weights, refusal
+from cases.checkpoints import convert, edit_config, edit_weights, refusal, refusal_leaving_nothing
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -54,27 +55,33 @@ def run(source: Path, destination: Path, *options: str) -> int:
     return convert("official", source, destination, *options)
 
 
-@pytest.fixture(params=sorted(FAMILIES))
-def official(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """An official checkpoint folder."""
-    save_ours(tmp_path / "made", request.param)
-    assert run(tmp_path / "made", tmp_path / "official", "--reverse") == 0
-    return tmp_path / "official"
+BOTH_FAMILIES = pytest.mark.parametrize("original", FAMILIES, indirect=True)
+
+
+@pytest.fixture(scope="module")
+def original(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An official checkpoint folder, of a DCFormer if nothing else is asked for."""
+    folder = tmp_path_factory.mktemp("original")
+    save_ours(folder / "made", getattr(request, "param", "dcformer"))
+    assert run(folder / "made", folder / "official", "--reverse") == 0
+    return folder / "official"
+
+
+@pytest.fixture
+def official(original: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(original, tmp_path / "official"))
 
 
 @pytest.fixture
 def refused(official: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Converts, and returns the one line that explains why it did not; whatever was there must still be there."""
-
-    def run_in_vain(*options: str, source: Path = official) -> str:
-        (tmp_path / "work").mkdir(exist_ok=True)
-        line = refusal(capsys, "official", source, tmp_path / "work" / "ours", *options)
-        assert not list((tmp_path / "work").iterdir())
-        return line
-
-    return run_in_vain
+    """Converts, and returns the one line that explains why it did not; nothing may have been written."""
+    return lambda *options, source=official: refusal_leaving_nothing(
+        capsys, tmp_path / "work", "official", source, *options
+    )
 
 
+@BOTH_FAMILIES
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -106,6 +113,7 @@ def test_impossible_configurations(
     assert says in refused()
 
 
+@BOTH_FAMILIES
 def test_families_that_disagree(official: Path, refused: Callable[..., str]) -> None:
     family = json.loads((official / "config.json").read_text())["model_type"]
     other = next(name for name in FAMILIES if name != family)
@@ -119,6 +127,7 @@ def duplicate_projection(weights: dict[str, Tensor]) -> None:
     weights |= {f"layers.0.attention.w{name}.weight": torch.zeros(32, 32) for name in "qkv"}
 
 
+@BOTH_FAMILIES
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -155,6 +164,7 @@ def test_weights_that_do_not_fit_are_refused(
     assert says in refused()
 
 
+@BOTH_FAMILIES
 def test_a_merged_static_matrix_that_says_nothing_new_is_dropped(official: Path, tmp_path: Path) -> None:
     static = {"pre_proj.w": 0.5 * torch.eye(4)[None], "post_proj.w": torch.zeros(1, 4, 4)}
     merged = torch.eye(4) + torch.cat(list(static.values()))
@@ -181,6 +191,7 @@ def test_a_model_too_short_for_official_masks_is_told(tmp_path: Path, capsys: py
     assert "cannot decode with 20 positions and windows of 7: it needs three" in capsys.readouterr().err
 
 
+@BOTH_FAMILIES
 def test_whole_numbers_serve_as_official_epsilons(official: Path, tmp_path: Path) -> None:
     edit_config(official, norm_eps=1)
     assert run(official, tmp_path / "ours") == 0
@@ -363,7 +374,6 @@ def killed_in_verification(official: Path, destination: Path) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-@pytest.mark.parametrize("official", ["dcformer"], indirect=True)
 def test_what_a_killed_conversion_left_is_cleared_away(tmp_path: Path, official: Path) -> None:
     destination = tmp_path / "work" / "ours"
     assert killed_in_verification(official, destination) == -signal.SIGKILL
@@ -377,7 +387,6 @@ def test_what_a_killed_conversion_left_is_cleared_away(tmp_path: Path, official:
     assert [path.name for path in destination.parent.iterdir()] == ["ours"]
 
 
-@pytest.mark.parametrize("official", ["dcformer"], indirect=True)
 def test_two_conversions_do_not_share_a_destination(official: Path, tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
         (tmp_path / f".ours.partial-{MACHINE}-{other.pid}").mkdir()
@@ -391,7 +400,6 @@ def test_two_conversions_do_not_share_a_destination(official: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("machine", [MACHINE, "00c0ffee"])
-@pytest.mark.parametrize("official", ["dcformer"], indirect=True)
 def test_nobody_is_told_to_remove_the_only_copy(
     official: Path, machine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -402,7 +410,6 @@ def test_nobody_is_told_to_remove_the_only_copy(
     assert f"or rename {only_copy} to ours if" in said and "or remove" not in said
 
 
-@pytest.mark.parametrize("official", ["dcformer"], indirect=True)
 def test_what_appears_meanwhile_is_not_replaced(
     official: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -419,7 +426,6 @@ def test_what_appears_meanwhile_is_not_replaced(
     assert list(other.parent.iterdir()) == [other]
 
 
-@pytest.mark.parametrize("official", ["dcformer"], indirect=True)
 def test_processes_of_other_machines_are_not_taken_for_dead(
     official: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -443,6 +449,7 @@ def wrong_components(_: Any, dim: int) -> Any:
     return Select(dim, (0, 1, 3, 2), 4)
 
 
+@BOTH_FAMILIES
 @pytest.mark.parametrize(
     ("module", "name", "mutate"),
     [

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.checkpoints import assert_same_weights, convert_well, weights_of
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from cases.checkpoints import assert_same_weights, convert_well, save_tokenizer, weights_of
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -17,11 +16,8 @@ from transformers import (
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     Qwen3Config,
 )
-
-from dynattn.scripts.common.builtin_corpus import builtin_documents
 
 VOCABULARY, ROWS = 280, 304  # embeddings are padded
 OFF = {"compose_pre": False, "compose_post": False}
@@ -87,20 +83,6 @@ def kind_of(name: str) -> str:
     return "pythia" if name.startswith("neox") else "llama"
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    core.train_from_iterator(builtin_documents("validation")[:3], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>", bos_token="<|endoftext|>")
-
-
 def save_parent(folder: Path, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """A parent with every weight random, biases and norms too."""
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -160,9 +142,9 @@ def test_every_composition_parameter_learns_after_one_step(name: str, options: t
     assert not [name for name, p in composition.items() if p.grad is None or not p.grad.abs().max() > 0]
 
 
-def test_tokenizer_and_generation_configuration_come_along(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_tokenizer_and_generation_configuration_come_along(tmp_path: Path) -> None:
     parent = save_parent(tmp_path / "parent", neox(4, 16, bos_token_id=0, eos_token_id=0))
-    tokenizer.save_pretrained(tmp_path / "parent")
+    save_tokenizer(tmp_path / "parent", VOCABULARY)
     generation = GenerationConfig(do_sample=True, temperature=0.7, bos_token_id=0, eos_token_id=0)
     generation.save_pretrained(tmp_path / "parent")
     convert_well("pythia", tmp_path / "parent", tmp_path / "ours")

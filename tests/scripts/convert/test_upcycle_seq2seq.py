@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases.checkpoints import assert_same_weights, convert_well, edit_config, weights_of
+from cases.checkpoints import assert_same_weights, convert, convert_well, edit_config, refusal, weights_of
 from cases.seq2seq import PARENTS, THEIRS, random_tokens, whole
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForSeq2SeqLM, BartModel, PreTrainedModel, T5Config
-
-from dynattn.scripts.cli import main
 
 
 def save_parent(folder: Path, name: str, **fields: Any) -> PreTrainedModel:
@@ -46,13 +44,12 @@ def test_the_result_starts_as_its_parent_and_goes_back_bit_for_bit(
     assert torch.equal(whole(restored, source, target), expected)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["bart", "marian"])
+@pytest.mark.parametrize(("name", "dtype"), [("bart", "float16"), ("marian", "bfloat16")])
 def test_half_precision_rounds_the_weights_alone(name: str, dtype: str, tmp_path: Path) -> None:
     parent = save_parent(tmp_path / "parent", name)
     convert_well("bart", tmp_path / "parent", tmp_path / "rounded", "--dtype", dtype)
     parent.to(getattr(torch, dtype)).save_pretrained(tmp_path / "half")
-    convert_well("bart", tmp_path / "half", tmp_path / "ours")
+    convert_well("bart", tmp_path / "half", tmp_path / "ours", "--no-verify")
     assert_same_weights(weights_of(tmp_path / "rounded"), weights_of(tmp_path / "ours"))
 
 
@@ -67,7 +64,7 @@ def test_generation_settings_that_change_the_form_of_the_answer(tmp_path: Path) 
 
 def test_every_term_learns_from_the_identity(tmp_path: Path) -> None:
     save_parent(tmp_path / "parent", "bart")
-    convert_well("bart", tmp_path / "parent", tmp_path / "ours", "--static", "True")
+    convert_well("bart", tmp_path / "parent", tmp_path / "ours", "--static", "True", "--no-verify")
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "ours")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for _ in range(2):
@@ -82,7 +79,7 @@ def test_every_term_learns_from_the_identity(tmp_path: Path) -> None:
 
 def test_layers_start_from_different_random_numbers(tmp_path: Path) -> None:
     save_parent(tmp_path / "parent", "marian")
-    convert_well("bart", tmp_path / "parent", tmp_path / "ours")
+    convert_well("bart", tmp_path / "parent", tmp_path / "ours", "--no-verify")
     drawn = [value for name, value in weights_of(tmp_path / "ours").items() if name.endswith("hidden_weight")]
     flat = {tuple(value.flatten()[:4].tolist()) for value in drawn}
     assert len(flat) == len(drawn) == 2 + 3 * 3
@@ -93,7 +90,7 @@ def test_files_of_models_without_a_head_are_read_and_written(tmp_path: Path) -> 
     parent = BartModel(config_class(**{**THEIRS, **theirs}))
     parent.save_pretrained(tmp_path / "parent")
     convert_well("bart", tmp_path / "parent", tmp_path / "ours")
-    convert_well("bart", tmp_path / "ours", tmp_path / "back", "--reverse")
+    convert_well("bart", tmp_path / "ours", tmp_path / "back", "--reverse", "--no-verify")
     assert_same_weights(weights_of(tmp_path / "parent"), weights_of(tmp_path / "back"))
     assert type(AutoModel.from_pretrained(tmp_path / "back")) is BartModel
 
@@ -103,17 +100,18 @@ def test_copies_of_the_embedding_have_to_be_copies(tmp_path: Path, capsys: pytes
     file = tmp_path / "parent/model.safetensors"
     weights = load_file(file)
     save_file({**weights, "lm_head.weight": weights["model.shared.weight"].clone()}, file, {"format": "pt"})
-    convert_well("bart", tmp_path / "parent", tmp_path / "ours")
+    convert_well("bart", tmp_path / "parent", tmp_path / "ours", "--no-verify")
     save_file({**weights, "lm_head.weight": weights["model.shared.weight"] + 1}, file, {"format": "pt"})
-    assert main(["convert", "bart", str(tmp_path / "parent"), str(tmp_path / "other")]) != 0
-    assert "config.json ties lm_head.weight to model.shared.weight, but they differ" in capsys.readouterr().err
+    assert "config.json ties lm_head.weight to model.shared.weight, but they differ" in refusal(
+        capsys, "bart", tmp_path / "parent", tmp_path / "other"
+    )
 
 
 def test_parent_and_result_can_be_compared_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_parent(tmp_path / "parent", "bart")
-    convert_well("bart", tmp_path / "parent", tmp_path / "ours")
+    convert_well("bart", tmp_path / "parent", tmp_path / "ours", "--no-verify")
     capsys.readouterr()
-    assert main(["convert", "check", str(tmp_path / "parent"), str(tmp_path / "ours")]) == 0
+    assert convert("check", tmp_path / "parent", tmp_path / "ours") == 0
     assert re.match(r"equal +\d+ tokens, short and long sources", capsys.readouterr().out)
 
 
@@ -140,26 +138,24 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     save_parent(tmp_path / "parent", "bart")
     edit_config(tmp_path / "parent", **changes)
-    assert main(["convert", "bart", str(tmp_path / "parent"), str(tmp_path / "ours")]) != 0
-    assert message in capsys.readouterr().err
+    assert message in refusal(capsys, "bart", tmp_path / "parent", tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
 
 
 def test_dropout_that_is_not_kept_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_parent(tmp_path / "parent", "bart", attention_dropout=0.1, encoder_layerdrop=0.2)
-    convert_well("bart", tmp_path / "parent", tmp_path / "ours")
+    convert_well("bart", tmp_path / "parent", tmp_path / "ours", "--no-verify")
     told = capsys.readouterr().err
     assert "attention_dropout 0.1 is not kept" in told and "encoder_layerdrop 0.2 is not kept" in told
 
 
 def test_reverse_refuses_what_no_parent_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_parent(tmp_path / "parent", "marian")
-    convert_well("bart", tmp_path / "parent", tmp_path / "ours", "--init", "paper")
-    command = ["convert", "bart", str(tmp_path / "ours"), str(tmp_path / "back"), "--reverse"]
-    assert main(command) != 0
+    convert_well("bart", tmp_path / "parent", tmp_path / "ours", "--init", "paper", "--no-verify")
+    command = ("bart", tmp_path / "ours", tmp_path / "back", "--reverse")
     assert re.search(
         r"the model composes heads, which the parent cannot: .* in layer \d of (en|de)coder, (self|cross)_attn",
-        capsys.readouterr().err,
+        refusal(capsys, *command),
     )
     for field, value, needed in (
         ("attention_scaling", 0.5, None),
@@ -167,6 +163,5 @@ def test_reverse_refuses_what_no_parent_has(tmp_path: Path, capsys: pytest.Captu
         ("normalize_before", True, False),
     ):
         edit_config(tmp_path / "ours", **{field: value})
-        assert main(command) != 0
-        assert f"{field} is {value}, but a Marian model can only have {needed}" in capsys.readouterr().err
+        assert f"{field} is {value}, but a Marian model can only have {needed}" in refusal(capsys, *command)
         edit_config(tmp_path / "ours", **{field: "ABSENT"})

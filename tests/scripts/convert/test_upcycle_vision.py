@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from cases.checkpoints import assert_same_weights, convert_well, edit_config, weights_of
+from cases.checkpoints import assert_same_weights, convert, convert_well, edit_config, refusal, weights_of
 from cases.vision_parents import VISION_PARENTS, make_parent
 from torch import Tensor
 from transformers import AutoImageProcessor, PreTrainedModel, ViTImageProcessor
-
-from dynattn.scripts.cli import main
 
 
 def save_parent(folder: Path, name: str) -> PreTrainedModel:
@@ -63,7 +61,7 @@ def test_a_backbone_without_a_pooler_is_converted(tmp_path: Path, capsys: pytest
     parent: Any = make_parent("vit")
     parent.vit.save_pretrained(tmp_path / "parent")
     convert_well("vit", tmp_path / "parent", tmp_path / "ours")
-    assert main(["convert", "check", str(tmp_path / "parent"), str(tmp_path / "ours")]) == 0
+    assert convert("check", tmp_path / "parent", tmp_path / "ours") == 0
     assert "equal       2 images" in capsys.readouterr().out
 
 
@@ -77,7 +75,7 @@ def test_images_that_are_not_square(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_every_term_learns_from_the_identity(tmp_path: Path) -> None:
     save_parent(tmp_path / "parent", "vit")
-    convert_well("vit", tmp_path / "parent", tmp_path / "ours", "--static", "True")
+    convert_well("vit", tmp_path / "parent", tmp_path / "ours", "--static", "True", "--no-verify")
     model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "ours")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for _ in range(2):
@@ -90,12 +88,12 @@ def test_every_term_learns_from_the_identity(tmp_path: Path) -> None:
 
 def test_parent_and_result_can_be_compared_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_parent(tmp_path / "parent", "dinov2")
-    convert_well("vit", tmp_path / "parent", tmp_path / "ours")
-    convert_well("vit", tmp_path / "parent", tmp_path / "other", "--init", "paper")
+    convert_well("vit", tmp_path / "parent", tmp_path / "ours", "--no-verify")
+    convert_well("vit", tmp_path / "parent", tmp_path / "other", "--init", "paper", "--no-verify")
     capsys.readouterr()
-    assert main(["convert", "check", str(tmp_path / "parent"), str(tmp_path / "ours")]) == 0
+    assert convert("check", tmp_path / "parent", tmp_path / "ours") == 0
     assert "equal       2 images, together, alone and larger" in capsys.readouterr().out
-    assert main(["convert", "check", str(tmp_path / "parent"), str(tmp_path / "other")]) == 1
+    assert convert("check", tmp_path / "parent", tmp_path / "other") == 1
     assert "on 2 images logits change by up to" in capsys.readouterr().out
 
 
@@ -116,36 +114,30 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     save_parent(tmp_path / "parent", "deit")
     edit_config(tmp_path / "parent", **changes)
-    assert main(["convert", "vit", str(tmp_path / "parent"), str(tmp_path / "ours")]) != 0
-    assert re.search(message, capsys.readouterr().err)
+    assert re.search(message, refusal(capsys, "vit", tmp_path / "parent", tmp_path / "ours"))
     assert not (tmp_path / "ours").exists()
 
 
 def test_options_of_decoders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_parent(tmp_path / "parent", "vit")
-    for option, message in (
-        (("--layer-types", "LG"), "a dcvit has no windows"),
-        (("--sliding-window", "5"), "a dcvit has no windows"),
-    ):
-        assert main(["convert", "vit", str(tmp_path / "parent"), str(tmp_path / "ours"), *option]) != 0
-        assert message in capsys.readouterr().err
+    for option in (("--layer-types", "LG"), ("--sliding-window", "5")):
+        assert "a dcvit has no windows" in refusal(capsys, "vit", tmp_path / "parent", tmp_path / "ours", *option)
 
 
 def test_reverse_refuses_what_no_parent_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_parent(tmp_path / "parent", "vit")
-    convert_well("vit", tmp_path / "parent", tmp_path / "ours", "--init", "paper")
-    command = ["convert", "vit", str(tmp_path / "ours"), str(tmp_path / "back"), "--reverse"]
-    assert main(command) != 0
-    assert "the model composes heads, which the parent cannot" in capsys.readouterr().err
+    convert_well("vit", tmp_path / "parent", tmp_path / "ours", "--init", "paper", "--no-verify")
+    command = ("vit", tmp_path / "ours", tmp_path / "back", "--reverse")
+    assert "the model composes heads, which the parent cannot" in refusal(capsys, *command)
     edit_config(tmp_path / "ours", position_embedding_type="sincos2d")
-    assert main(command) != 0
-    assert "position_embedding_type is 'sincos2d', but a ViT model can only have 'learned'" in capsys.readouterr().err
+    line = refusal(capsys, *command)
+    assert "position_embedding_type is 'sincos2d', but a ViT model can only have 'learned'" in line
 
 
 def test_the_image_processor_goes_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_parent(tmp_path / "parent", "vit")
-    convert_well("vit", tmp_path / "parent", tmp_path / "ours")
+    convert_well("vit", tmp_path / "parent", tmp_path / "ours", "--no-verify")
     assert AutoImageProcessor.from_pretrained(tmp_path / "ours").size["height"] == 24
     (tmp_path / "parent/preprocessor_config.json").unlink()
-    convert_well("vit", tmp_path / "parent", tmp_path / "without")
+    convert_well("vit", tmp_path / "parent", tmp_path / "without", "--no-verify")
     assert "there is no preprocessor_config.json to copy" in capsys.readouterr().err
