@@ -118,7 +118,7 @@ def test_parent_and_result_can_be_compared_again(tmp_path: Path, capsys: pytest.
 def test_models_without_a_number_of_positions_are_compared(tmp_path: Path) -> None:
     config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
     AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
-    assert main(["convert", "check", str(tmp_path), str(tmp_path)]) == 0
+    assert convert("check", tmp_path, tmp_path) == 0
 
 
 @pytest.mark.parametrize(
