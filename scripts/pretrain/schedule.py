@@ -16,10 +16,9 @@ from .options.ranges import LARGEST_INTEGER
 class RateSchedule:
     """Linear warmup to `peak`, then down to `peak * min_ratio` at the last of `max_steps` updates, in one of two ways.
 
-    A run whose warmup leaves a single update ends at the peak.
-
-    `cosine` begins to fall at once. `wsd` (warmup, stable, decay; MiniCPM, arXiv 2404.06395) stays at the peak until
-    the last `decay_share` of the updates, in which it falls in a straight line.
+    `cosine` begins to fall at once, and ends at the peak if the warmup leaves a single update. `wsd` (warmup, stable,
+    decay; MiniCPM, arXiv 2404.06395) stays at the peak until the last `decay_share` of the updates, in which it falls
+    in a straight line, also if the warmup is not over by then: the two are multiplied.
 
     Weights that are frozen before update `first_step` follow the same curve from there on, after a warmup of their own:
     Adam has no moments of them yet, and full steps along their first gradients would undo what they have learned.
