@@ -21,7 +21,7 @@ class PackedFactors(NamedTuple):
 
     query: Tensor | None = None  # [B, P * terms, T, H]
     key: Tensor | None = None  # [B, P * terms, S, H]
-    static: Tensor | None = None  # [P, G, H/G, H/G]
+    static: Tensor | None = None  # [P, H, H], block-diagonal
 
     def with_key(self, key: Tensor | None) -> "PackedFactors":
         """The same, with the factors `[B, P * terms, S, H]` of other keys."""
@@ -90,10 +90,14 @@ class DynamicComposition(nn.Module):
     def forward(self, hidden_states: Tensor) -> PackedFactors:
         """Returns the packed factors of each side, `[B, P * terms, T, H]`, from `hidden_states` `[B, T, E]`.
 
-        With them, as `static`, comes `static_weight`: a module whose weights are offloaded has them only in this call.
+        With them, as `static`, come copies of `static_weight` as matrices: a module whose weights are offloaded, or
+        sharded for itself, has them only in this call.
         """
+        static = None
+        if self.static_weight is not None:
+            static = torch.stack([torch.block_diag(*blocks) for blocks in self.static_weight])
         if not self.sides:
-            return PackedFactors(static=self.static_weight)
+            return PackedFactors(static=static)
         packed = []
         if self.factor_weight is not None:
             packed += [self._low_rank_factors(hidden_states)]
@@ -104,7 +108,7 @@ class DynamicComposition(nn.Module):
         factors = torch.cat(packed, dim=2)  # [B, C, terms, T, H]
         by_side = factors.unflatten(1, (len(self.stages), len(self.sides))).unbind(2)
         sides = {side: terms.flatten(1, 2) for side, terms in zip(self.sides, by_side, strict=True)}
-        return PackedFactors(**sides, static=self.static_weight)
+        return PackedFactors(**sides, static=static)
 
     def assemble(self, factors: PackedFactors) -> tuple[Composition | None, Composition | None]:
         """Returns (pre, post) for `dcmha_attention` from what `forward` returned for queries and for keys."""
@@ -112,7 +116,7 @@ class DynamicComposition(nn.Module):
         terms = {name: self._by_stage(side) for name, side in sides.items() if side is not None}
         compositions: dict[str, Composition] = {}
         for index, stage in enumerate(self.stages):
-            static = None if factors.static is None else torch.block_diag(*factors.static[index])
+            static = None if factors.static is None else factors.static[index]
             packed = {name: of_stages[index] for name, of_stages in terms.items()}
             compositions[stage] = unpack_factors(packed, static, self.groups)
         return compositions.get("pre"), compositions.get("post")

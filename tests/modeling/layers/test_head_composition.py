@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases.models import decode, make_model
+from torch.distributed.fsdp import fully_shard
 
-from dynattn import DCFormerConfig
+from dynattn import DCFormerConfig, DCFormerModel, mixer_fields
 from dynattn.modeling.layers.head_composition import DynamicComposition, init_composition
 
 SWITCHES: list[dict[str, Any]] = [
@@ -146,3 +148,18 @@ def test_static_mixing_of_groups_is_block_diagonal() -> None:
     assert pre is not None and pre.static is not None
     assert torch.equal(pre.static[:2, 2:], torch.zeros(2, 2))
     assert torch.equal(pre.static[:2, :2], module.static_weight[0, 0])
+
+
+def test_static_matrices_outlive_a_generator_that_is_sharded_for_itself() -> None:
+    config = DCFormerConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, **mixer_fields("talking_heads"))
+    model = DCFormerModel(config)
+    ids = torch.arange(12)[None]
+    expected = model(ids).last_hidden_state.detach()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model.layers[0].self_attn.composition)
+        found = model(ids).last_hidden_state
+        found.sum().backward()
+    finally:
+        dist.destroy_process_group()
+    torch.testing.assert_close(found, expected)
