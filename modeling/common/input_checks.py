@@ -1,4 +1,4 @@
-"""Checks of the inputs that encoders and decoders have in common: tokens, positions, masks, and what a cache holds."""
+"""Checks of what callers give to encoders and decoders: tokens, positions, masks and caches."""
 
 from typing import Any
 
