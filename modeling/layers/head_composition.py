@@ -10,7 +10,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 
 from ..ops.dcmha.composition import Composition, unpack_factors
-from .rms_norm import rms_normalize
+from .rms_norm import rms_norm
 
 
 class PackedFactors(NamedTuple):
@@ -131,7 +131,7 @@ class DynamicComposition(nn.Module):
         factors = torch.einsum("btpk,pkrh->bprth", hidden, products)
         factors = factors.unflatten(1, self.factor_weight.shape[:2]).permute(0, 2, 3, 4, 1, 5)  # [B, C, 2R, T, G, H/G]
         down, up = factors.split(self.rank, dim=2)
-        return torch.cat([rms_normalize(down, self.eps), up], dim=2).flatten(4)
+        return torch.cat([rms_norm(down, self.eps), up], dim=2).flatten(4)
 
     def _by_stage(self, side: Tensor) -> tuple[Tensor, ...]:
         """The terms `[B, T or S, terms, H]` of each stage, as views of a side's `[B, P * terms, T or S, H]`."""

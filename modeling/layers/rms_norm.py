@@ -1,31 +1,26 @@
 """Root mean square norm (arXiv 1910.07467), with statistics in at least float32."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.dtypes import at_least_float32
 
+def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+    """Divides `x` `[..., n]` by the root mean square of its last dimension, and multiplies it by `weight` `[n]`.
 
-def rms_normalize(x: Tensor, eps: float) -> Tensor:
-    """Divides `x` `[..., n]` by the root mean square of its last dimension, in the dtype of `x`.
-
-    `eps` is added to the mean square.
+    `eps` is added to the mean square. The result has the wider dtype of `x` and `weight`.
     """
-    wide = x.to(at_least_float32(x.dtype))
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+    # On GPUs PyTorch has a single kernel for this if both have the same dtype, and autocast may make it return float32.
+    weight = None if weight is None else weight.to(dtype)
+    return F.rms_norm(x.to(dtype), x.shape[-1:], weight, eps).to(dtype)
 
 
-class RMSNorm(nn.Module):
-    """`rms_normalize` times a learned scale."""
+class RMSNorm(nn.RMSNorm):
+    """`rms_norm` of the last dimension, with a learned scale."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+    eps: float
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalizes the last dimension of `x` `[..., size]`."""
-        return self.weight * rms_normalize(x, self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+        return rms_norm(x, self.eps, self.weight)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from dynattn.modeling.layers.rms_norm import rms_normalize
+from dynattn.modeling.layers.rms_norm import rms_norm
 from dynattn.modeling.ops.dcmha.composition import Composition
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 
@@ -116,7 +116,7 @@ class RandomTensors:
         """All dynamic terms, as their generator writes them: heads contiguous, then tokens."""
         batch, heads, terms = self.batch, self.heads, dict[str, Any]()
         for side, length in (("query", queries), ("key", keys)):
-            down = rms_normalize(self.normal(batch, RANK, length, heads), 1e-6)
+            down = rms_norm(self.normal(batch, RANK, length, heads), 1e-6)
             terms[f"{side}_down"] = down.transpose(1, 2)
             terms[f"{side}_up"] = self.normal(batch, RANK, length, heads, scale=0.5 * heads**-0.5).transpose(1, 2)
             terms[f"{side}_gate"] = torch.tanh(self.normal(batch, length, heads, scale=0.5))
