@@ -20,6 +20,7 @@ MASKS: dict[str, Callable[[int, int, int, int], Tensor]] = {
     "bias": lambda b, h, t, s: torch.randn(1, h, t, s, dtype=torch.float64).requires_grad_(),
     "bias of keys": lambda b, h, t, s: torch.randn(b, 1, 1, s, dtype=torch.float64).requires_grad_(),
     "lowest": lambda b, h, t, s: torch.zeros(b, 1, t, s).double().masked_fill(torch.rand(b, 1, t, s) > 0.7, -1.7e308),
+    "additive": lambda b, h, t, s: torch.randn(b, 1, t, s).masked_fill(torch.rand(b, 1, t, s) > 0.7, -torch.inf),
 }
 
 
@@ -39,6 +40,7 @@ class Case(Described):
     tables: tuple[str, ...] = ()  # of "bias" and "gain"
     compose_bias: bool = False
     offset: int | None = None
+    width: int = 8
 
 
 CASES = [
@@ -102,7 +104,9 @@ def random_inputs(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     """All tensors to differentiate, the first three of which are query, key and value, and the op's keywords."""
     heads, kv_heads = case.heads
     shapes = ((heads, case.queries), (kv_heads, case.keys), (kv_heads, case.keys))
-    tensors = [torch.randn(case.batch, h, length, 8, dtype=torch.float64, requires_grad=True) for h, length in shapes]
+    tensors = [
+        torch.randn(case.batch, h, length, case.width, dtype=torch.float64).requires_grad_() for h, length in shapes
+    ]
     keywords: dict[str, Any] = {"is_causal": case.is_causal, "sliding_window": case.window}
     for stage in case.stages:
         shape = (case.batch, case.queries, case.keys, heads, case.rank)

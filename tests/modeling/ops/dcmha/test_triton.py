@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases.described import Described
+from cases import composed_op
+from cases.composed_op import ALL, DYNAMIC
 from cases.triton_marks import interpreted
 from torch import Tensor
 
-from dynattn import Composition, dcmha_attention
+from dynattn import dcmha_attention
 from dynattn.modeling.ops.dcmha.chunked.attention import dcmha_chunked
 from dynattn.modeling.ops.dcmha.composition import list_tensors
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
@@ -36,31 +37,15 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-ALL = frozenset({"query_low_rank", "key_low_rank", "query_gate", "key_gate"})
-STATIC = ALL | {"static"}
 BOTH = ("pre", "post")
-MASKS: dict[str, Callable[[int, int, int], Tensor]] = {
-    "padding": lambda b, t, s: torch.rand(b, 1, 1, s) > 0.3,
-    "pairs": lambda b, t, s: torch.rand(b, 1, t, s) > 0.3,
-    "unbatched": lambda b, t, s: torch.rand(t, s) > 0.3,
-    "additive": lambda b, t, s: torch.randn(b, 1, t, s).masked_fill(torch.rand(b, 1, t, s) > 0.7, -torch.inf),
-}
 
 
 @dataclass(frozen=True)
-class Case(Described):
-    queries: int
-    keys: int
+class Case(composed_op.Case):
     heads: tuple[int, int] = (2, 2)
-    terms: frozenset[str] = ALL
-    stages: tuple[str, ...] = BOTH
-    rank: int = 2
-    is_causal: bool = True
-    window: int | None = None
-    mask: str | None = None
+    terms: frozenset[str] = DYNAMIC
     batch: int = 1
-    width: int = 8
-    groups: tuple[int, int] = (1, 1)
+    post_groups: int | None = None  # where the second stage has others
 
 
 CASES = [
@@ -74,12 +59,12 @@ CASES = [
     Case(12, 12, stages=("post",), rank=1),
     Case(19, 11),  # queries before the first key see nothing
     Case(17, 17, stages=()),
-    Case(9, 9, heads=(4, 2), terms=STATIC),
+    Case(9, 9, heads=(4, 2), terms=ALL),
     Case(9, 12, terms=frozenset({"static"}), stages=("pre",)),
     Case(9, 12, terms=frozenset({"static", "key_gate"}), stages=("post",), window=5),
-    Case(9, 9, heads=(4, 2), groups=(2, 2), batch=2, rank=1, mask="pairs"),
-    Case(9, 9, heads=(6, 2), groups=(3, 3), rank=1),  # groups that share a key head
-    Case(9, 9, heads=(4, 4), groups=(4, 2), terms=STATIC, rank=1),
+    Case(9, 9, heads=(4, 2), groups=2, batch=2, rank=1, mask="pairs"),
+    Case(9, 9, heads=(6, 2), groups=3, rank=1),  # groups that share a key head
+    Case(9, 9, heads=(4, 4), groups=4, post_groups=2, terms=ALL, rank=1),
     Case(9, 9, mask="additive"),
     Case(19, 5, is_causal=False),
     Case(19, 5, is_causal=False, mask="pairs", window=9),
@@ -93,7 +78,7 @@ COMPOSED_CASES = [
 DECODING = [
     Case(1, 37, heads=(4, 2), batch=2),
     Case(1, 50, heads=(6, 3), window=20, mask="padding", width=80),
-    Case(1, 17, heads=(4, 1), terms=STATIC, groups=(2, 1), rank=1),
+    Case(1, 17, heads=(4, 1), terms=ALL, groups=2, post_groups=1, rank=1),
     Case(1, 40, heads=(3, 3), terms=frozenset({"key_low_rank"}), stages=("pre",), rank=4, mask="additive", batch=2),
     Case(1, 40, terms=frozenset({"query_low_rank", "key_gate"}), stages=("post",), is_causal=False),
     Case(1, 16, terms=frozenset({"query_gate", "static"}), mask="unbatched"),
@@ -123,37 +108,13 @@ def small(poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "TURNS", 2)
 
 
-def random_composition(case: Case, groups: int, device: str) -> Composition:
-    def factor(*shape: int) -> Tensor:
-        return (torch.randn(*shape, dtype=torch.float64, device=device) * 0.4).requires_grad_()
-
-    given: dict[str, Tensor] = {}
-    for side, length in (("query", case.queries), ("key", case.keys)):
-        if f"{side}_low_rank" in case.terms:
-            for kind in ("down", "up"):
-                given[f"{side}_{kind}"] = factor(case.batch, length, case.rank, case.heads[0])
-        if f"{side}_gate" in case.terms:
-            given[f"{side}_gate"] = factor(case.batch, length, case.heads[0])
-    if "static" in case.terms:
-        given["static"] = factor(case.heads[0], case.heads[0])
-    return Composition(**given, groups=groups)
-
-
 def random_inputs(case: Case, device: str = "cpu") -> tuple[list[Tensor], dict[str, Any]]:
-    """All tensors to differentiate, the first three of which are query, key and value, and the op's keywords."""
-    heads, kv_heads = case.heads
-    shapes = ((heads, case.queries), (kv_heads, case.keys), (kv_heads, case.keys))
-    tensors = [
-        torch.randn(case.batch, h, length, case.width, dtype=torch.float64, device=device).requires_grad_()
-        for h, length in shapes
-    ]
-    keywords: dict[str, Any] = {"pre": None, "post": None, "scaling": case.width**-0.5, "attention_mask": None}
-    keywords |= {"is_causal": case.is_causal, "sliding_window": case.window}
-    for stage in case.stages:
-        keywords[stage] = random_composition(case, case.groups[BOTH.index(stage)], device)
-        tensors += keywords[stage].tensors().values()
-    if case.mask is not None:
-        keywords["attention_mask"] = MASKS[case.mask](case.batch, case.queries, case.keys).to(device)
+    """All tensors to differentiate, the first three of which are query, key and value, and the keywords of kernels."""
+    with torch.device(device):
+        tensors, given = composed_op.random_inputs(case)
+    keywords = {"pre": None, "post": None, "scaling": case.width**-0.5, "attention_mask": None, **given}
+    if case.post_groups is not None:
+        keywords["post"] = replace(keywords["post"], groups=case.post_groups)
     return tensors, keywords
 
 
@@ -407,7 +368,7 @@ def test_kernels_of_all_items_take_any_number_of_them(monkeypatch: pytest.Monkey
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_many_heads_in_half_precision_are_as_exact_as_the_reference_is(dtype: torch.dtype) -> None:
-    assert_no_noisier_than_the_reference(Case(40, 40, heads=(16, 4), terms=STATIC, batch=2, mask="padding"), dtype)
+    assert_no_noisier_than_the_reference(Case(40, 40, heads=(16, 4), terms=ALL, batch=2, mask="padding"), dtype)
 
 
 @pytest.mark.parametrize(
@@ -614,7 +575,7 @@ def test_chunks_take_more_items_and_then_more_queries(
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("groups", [1, 2])
 def test_first_keys_keep_packed_documents_apart(groups: int) -> None:
-    case = Case(10, 10, heads=(2 * groups, 2), batch=2, window=5, rank=1, groups=(groups, groups))
+    case = Case(10, 10, heads=(2 * groups, 2), batch=2, window=5, rank=1, groups=groups)
     tensors, keywords = random_inputs(case)
     documents = torch.tensor([[0] * 3 + [1] * 7, [0] * 8 + [1] * 2])
     first_keys = (documents[:, :, None] == documents[:, None]).int().argmax(-1)
@@ -747,7 +708,7 @@ def test_decoding_hides_what_first_keys_and_masks_hide() -> None:
 @interpreted
 @torch.no_grad()
 def test_a_compiler_sees_a_decoding_step_as_one_node() -> None:
-    tensors, keywords = cast(*random_inputs(Case(1, 9, terms=STATIC)), torch.float32)
+    tensors, keywords = cast(*random_inputs(Case(1, 9, terms=ALL)), torch.float32)
     compiled = torch.compile(dcmha_triton, fullgraph=True, backend="aot_eager")
     expected, _ = dcmha_triton(*tensors[:3], **keywords)
     assert torch.equal(compiled(*tensors[:3], **keywords)[0], expected)
@@ -818,9 +779,9 @@ LARGE = [
     Case(300, 300, heads=(12, 12), rank=4, mask="padding", batch=2, width=32),
     Case(512, 512, heads=(8, 2), is_causal=False, mask="pairs", width=128),
     Case(256, 256, heads=(64, 64), stages=("pre",), rank=1, width=16),
-    Case(700, 700, heads=(16, 16), terms=STATIC, width=64),
-    Case(300, 300, heads=(16, 8), groups=(4, 4), mask="additive", batch=2, width=64),
-    Case(200, 300, heads=(8, 8), groups=(2, 1), terms=STATIC, width=64),
+    Case(700, 700, heads=(16, 16), terms=ALL, width=64),
+    Case(300, 300, heads=(16, 8), groups=4, mask="additive", batch=2, width=64),
+    Case(200, 300, heads=(8, 8), groups=2, post_groups=1, terms=ALL, width=64),
     Case(200, 300, heads=(12, 12), window=64, width=8),
 ]
 LARGE_DECODING = [
@@ -829,8 +790,8 @@ LARGE_DECODING = [
     Case(1, 4096, heads=(64, 8), batch=2, width=128, window=1024),
     Case(1, 300, heads=(16, 16), batch=64, width=64, rank=4),
     Case(1, 20000, heads=(8, 2), width=64, mask="additive"),
-    Case(1, 500, heads=(12, 12), terms=STATIC, groups=(3, 3), width=64),
-    Case(1, 500, heads=(128, 8), terms=STATIC, width=128, rank=1),
+    Case(1, 500, heads=(12, 12), terms=ALL, groups=3, width=64),
+    Case(1, 500, heads=(128, 8), terms=ALL, width=128, rank=1),
 ]
 
 

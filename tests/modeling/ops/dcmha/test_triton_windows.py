@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from cases.composed_op import ALL
 from cases.triton_marks import interpreted
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from dynattn.modeling.ops.dcmha.triton.attention import dcmha_triton
 from dynattn.modeling.ops.dcmha.triton.tiling import RowTiling, WindowTiling, add_blocks, aligned, choose_tiling
 from dynattn.modeling.ops.masking import Structure
 
-from .test_triton import STATIC, Case, assert_no_noisier_than_the_reference, cast, family, random_inputs, run
+from .test_triton import Case, assert_no_noisier_than_the_reference, cast, family, random_inputs, run
 
 pytest.importorskip("triton")
 
@@ -40,8 +41,8 @@ CASES = [
     Case(35, 80, window=6, mask="pairs", rank=1),  # no block reaches the first keys
     Case(40, 52, window=20, mask="additive", rank=1),
     Case(42, 32, window=4, stages=("post",), rank=1),  # queries before the first key see nothing
-    Case(33, 33, heads=(4, 2), groups=(2, 2), window=4, rank=1, mask="unbatched"),
-    Case(33, 33, terms=STATIC, window=4, rank=1),
+    Case(33, 33, heads=(4, 2), groups=2, window=4, rank=1, mask="unbatched"),
+    Case(33, 33, terms=ALL, window=4, rank=1),
     Case(33, 33, stages=(), window=4, width=20),
 ]
 
@@ -136,7 +137,7 @@ def test_half_precision_is_as_exact_as_the_reference_is(heads: tuple[int, int], 
 @pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_first_keys_keep_packed_documents_apart(groups: int, launched: list[str]) -> None:
-    case = Case(33, 33, heads=(2 * groups, 2), batch=2, window=5, rank=1, groups=(groups, groups))
+    case = Case(33, 33, heads=(2 * groups, 2), batch=2, window=5, rank=1, groups=groups)
     tensors, keywords = random_inputs(case)
     documents = torch.tensor([[0] * 7 + [1] * 26, [0] * 22 + [1] * 11])
     same = (documents[:, :, None] == documents[:, None])[:, None]
