@@ -66,7 +66,6 @@ class ComposedTimmAttention(SideGenerators):
     proj: nn.Linear
     proj_drop: nn.Module
     num_heads: int
-    scale: float
     implementation: str | None
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -79,7 +78,6 @@ class ComposedTimmAttention(SideGenerators):
             value,
             pre=pre,
             post=post,
-            scaling=self.scale,
             attention_mask=None if is_causal else attn_mask,  # as in timm, where causality comes before a mask
             is_causal=is_causal,
             implementation=self.implementation,

@@ -1,14 +1,15 @@
 """An attention function of the user's own serves the op and the models as those of the package do."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from cases.composed_op import CASES, random_inputs, run
 from cases.models import make_model
-from torch import Tensor
+from cases.vision_models import Ask, detr, vision_transformer
+from torch import Tensor, nn
 
 import dynattn
 from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS
@@ -49,6 +50,14 @@ def test_models_with_composition_take_it(calls: list[str]) -> None:
         found = model(IDS, attention_mask=mask).logits[mask.bool()]
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("make", [detr, vision_transformer])
+def test_attention_of_other_libraries_takes_it(make: Callable[[], tuple[nn.Module, Ask]], calls: list[str]) -> None:
+    model, ask = make()
+    names = dynattn.compose_heads_of(model, implementation="mine")
+    ask(model)
+    assert len(calls) == len(names)
 
 
 @pytest.mark.parametrize("name", ["eager", "chunked", "triton", "sdpa"])

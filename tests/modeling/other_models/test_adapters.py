@@ -48,23 +48,37 @@ def test_attention_of_detr_is_the_module_for_pytorch(name: str) -> None:
     else:
         ours, _ = attention(states, None, positions)
         expected, _ = module(states + positions, states + positions, states, need_weights=False)
+        torch.testing.assert_close(attention(states)[0], module(states, states, states, need_weights=False)[0])
     torch.testing.assert_close(ours, expected)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_attention_of_timm_is_the_module_for_pytorch(masked: bool) -> None:
+@pytest.mark.parametrize("masking", ["none", "mask", "causal"])
+def test_attention_of_timm_is_the_module_for_pytorch(masking: str) -> None:
+    """Causality comes before a mask, as in timm."""
     model, _ = vision_transformer()
+    attention = model.blocks[0].attn
+    del attention.norm, attention.gate  # which older releases do not have
     compose_heads_of(model, compose_static=True)
     strengthen(model)
-    attention = model.blocks[0].attn
     attention.q_norm = attention.k_norm = nn.Identity()
     parts = [nn.Linear(16, 16).double() for _ in range(3)]
     for part, weight, bias in zip(parts, attention.qkv.weight.chunk(3), attention.qkv.bias.chunk(3), strict=True):
         part.load_state_dict({"weight": weight, "bias": bias})
     module = as_multihead(attention, *parts, attention.proj, cross_attention=False)
-    x, visible = torch.randn(2, 9, 16, dtype=torch.float64), torch.rand(9, 9) > 0.3
-    expected, _ = module(x, x, x, need_weights=False, attn_mask=~visible if masked else None)
-    torch.testing.assert_close(attention(x, visible if masked else None), expected)
+    x, seen, causal = torch.randn(2, 9, 16, dtype=torch.float64), torch.rand(9, 9) > 0.3, torch.ones(9, 9).tril() > 0
+    masks = {"none": (None, False, None), "mask": (seen, False, ~seen), "causal": (seen, True, ~causal)}
+    *given, hidden = masks[masking]
+    expected, _ = module(x, x, x, need_weights=False, attn_mask=hidden)
+    torch.testing.assert_close(attention(x, *given), expected)
+
+
+def test_norm_and_gate_of_timm_stay() -> None:
+    timm = pytest.importorskip("timm")
+    attention = timm.layers.attention.Attention(16, 4, scale_norm=True, gated=True, norm_layer=nn.LayerNorm)
+    model, x = nn.Sequential(attention), torch.randn(2, 9, 16)
+    expected = model(x)
+    assert compose_heads_of(model) == ["0"]
+    torch.testing.assert_close(model(x), expected)
 
 
 def test_names_choose_and_the_rest_keeps_its_implementation() -> None:
