@@ -99,7 +99,8 @@ def test_names_choose_and_the_rest_keeps_its_implementation() -> None:
             "implementation='eager' cannot serve this module; use one of ('chunked', 'triton')",
         ),
         ({"compose_rank": 9}, "compose_rank (9) must be from 1 to the heads of a group (4)"),
-        ({"bias": True}, "bias"),
+        ({"bias": True}, "no options ['bias'] exist here"),
+        ({"compose_init_scale": 0.1}, "options ['compose_init_scale'] would change what the modules compute"),
     ],
 )
 def test_options_that_do_not_fit_change_nothing(options: dict[str, Any], message: str) -> None:

@@ -130,6 +130,7 @@ def test_parameters_stay_the_same_objects() -> None:
     assert not model.again.out_proj.training
     assert type(model.own).__name__ == "Own"
     assert model.cross.key_composition.hidden_weight.shape[0] == 10
+    assert model.layers[0].key_composition is None
 
 
 @pytest.mark.parametrize("kind", MODELS)
