@@ -8,7 +8,7 @@ import torch
 from cases.models import decode, make_model
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from dynattn import DCFormerForCausalLM
 from dynattn.modeling.caches.composed_cache import COMPOSED_LAYERS, ComposedLayerMixin
@@ -130,16 +130,13 @@ def test_a_cache_that_was_reset_is_like_a_new_one(kind: str) -> None:
     torch.testing.assert_close(decode(model, tail, cache), decode(model, tail, fresh))
 
 
-def test_offload_moves_the_factors_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["offload", "prefetch"])
+def test_keys_and_factors_move_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with a single device a move shows only by being asked for."""
-    layer, moves = filled(make_model(), random_ids(2, 12)).layers[1], []
-    before = layer.factors.keys.clone()
-    for name in ("offload", "prefetch"):
-        move = getattr(layer.factors, name)
-        monkeypatch.setattr(layer.factors, name, lambda name=name, move=move: (moves.append(name), move()))
-    layer.offload()
-    layer.prefetch()
-    assert moves == ["offload", "prefetch"] and torch.equal(layer.factors.keys, before)
+    layer, moved = filled(make_model(), random_ids(2, 12)).layers[1], []
+    monkeypatch.setattr(CacheLayerMixin, name, lambda one: moved.append(one))
+    getattr(layer, name)()
+    assert moved == [layer, layer.factors]
 
 
 def test_an_allocated_static_cache_is_taken_over() -> None:

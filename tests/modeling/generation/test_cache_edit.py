@@ -118,12 +118,14 @@ def test_positions_that_cannot_be_moved_are_refused(fields: dict[str, Any], told
     assert cache.get_seq_length() == 9
 
 
-@pytest.mark.parametrize(("start", "stop", "rows"), [(-1, 3, 1), (4, 3, 1), (3, 10, 1), (2, 3, 2)])
-def test_places_and_rows_have_to_be_in_the_cache(start: int, stop: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("start", "stop", "shape"), [(-1, 3, (1, 1)), (4, 3, (1, 1)), (3, 10, (1, 1)), (2, 3, (2, 1)), (2, 3, (1,))]
+)
+def test_places_and_rows_have_to_be_in_the_cache(start: int, stop: int, shape: tuple[int, ...]) -> None:
     model, cache = make(), DynamicCache()
     model(torch.zeros(1, 9, dtype=torch.long), past_key_values=cache)
     with pytest.raises(ValueError, match="must be"):
-        edit_cache(model, cache, start, stop, torch.zeros(rows, 1, dtype=torch.long))
+        edit_cache(model, cache, start, stop, torch.zeros(shape, dtype=torch.long))
 
 
 def test_other_models_are_refused() -> None:

@@ -52,7 +52,10 @@ def generate(model: Any, inputs: dict[str, Any], **options: Any) -> tuple[Tensor
 @pytest.mark.parametrize("fields", VARIANTS, ids=lambda fields: str(next(iter(fields.items()), "rope")))
 def test_packed_prompts_generate_what_padded_ones_do(fields: dict[str, Any]) -> None:
     model, prompts = make_model(**fields).double(), make_prompts()
-    tokens, logits = generate(model, prepack(model, prompts))
+    inputs = prepack(model, prompts)
+    windows = [kind == "sliding_attention" for kind in model.config.layer_types]
+    assert [layer.is_sliding for layer in cache_in(inputs).layers] == windows
+    tokens, logits = generate(model, inputs)
     expected_tokens, expected = generate(model, pad(prompts))
     assert torch.equal(tokens, expected_tokens)
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)  # angles are float32
@@ -90,11 +93,12 @@ def test_beams_need_rows_for_each_of_them(fields: dict[str, Any]) -> None:
         generate(model, prepack(model, make_prompts()), num_beams=3)
 
 
-def test_prompts_of_one_token_need_no_pass() -> None:
-    model = make_model().double()
-    inputs = prepack(model, [torch.tensor([5]), torch.tensor([9])])
-    assert cache_in(inputs).get_seq_length() == 0
-    assert torch.equal(generate(model, inputs)[0], generate(model, pad([torch.tensor([5]), torch.tensor([9])]))[0])
+@pytest.mark.parametrize("longest", [1, 2])
+def test_prompts_of_one_token_need_no_pass(longest: int) -> None:
+    model, prompts = make_model().double(), [torch.tensor([5]), torch.tensor([9, 7][:longest])]
+    inputs = prepack(model, prompts)
+    assert cache_in(inputs).get_seq_length() == longest - 1
+    assert torch.equal(generate(model, inputs)[0], generate(model, pad(prompts))[0])
 
 
 def test_prompts_share_rows_as_long_as_the_longest() -> None:
