@@ -139,19 +139,24 @@ def test_composition_off_has_the_state_and_the_initial_weights_of_pytorch(kind: 
     ours.load_state_dict(theirs.state_dict())
 
 
-# Without composition and `implementation` the code is PyTorch's; "sdpa" and "eager" take ours; scale 0 is the identity.
+# Without composition and `implementation` the code is PyTorch's; with a name it is ours; scale 0 is the identity.
+# Whatever the name, `eager` attends where weights are returned.
 WAYS: dict[str, dict[str, Any]] = {
     "off": OFF,
     "off, sdpa": {**OFF, "implementation": "sdpa"},
-    "off, eager": {**OFF, "implementation": "eager"},
     "off, chunked": {**OFF, "implementation": "chunked"},
     "identity": {"compose_init_scale": 0.0, "compose_static": True},
 }
+WAYS_OF_KINDS = [
+    (way, kind, mask)
+    for way in WAYS
+    for kind in KINDS
+    for mask in MASKS
+    if way in ("off, sdpa", "identity") or kind == "self" or mask == "none"
+]
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "kind", "mask"), WAYS_OF_KINDS)
 def test_it_equals_pytorch_in_float64(way: str, kind: str, mask: str) -> None:
     for batch_first, cross, keys in ((False, False, S), (True, False, S), (False, True, S), (True, True, 4)):
         ours, theirs = pair({**KINDS[kind], "batch_first": batch_first}, **WAYS[way])
