@@ -120,9 +120,10 @@ def test_prompts_share_rows_as_long_as_the_longest() -> None:
         (make_model().model, [[1]], "a DCFormerModel has no language modeling head"),
         (make_model(), [], "must be one or more tensors"),
         (make_model(), [[1], []], r"shapes \[\(1,\), \(0,\)\] must be"),
+        (make_model(), [[[1, 2]]], r"shapes \[\(1, 2\)\] must be"),
     ],
 )
-def test_what_cannot_be_packed_is_refused(model: Any, prompts: list[list[int]], message: str) -> None:
+def test_what_cannot_be_packed_is_refused(model: Any, prompts: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         prepack(model, [torch.tensor(prompt, dtype=torch.long) for prompt in prompts])
 
@@ -145,6 +146,6 @@ def test_a_model_inside_of_adapters_is_found() -> None:
 
 def test_a_cache_that_holds_tokens_is_refused() -> None:
     model, cache = make_model(), DynamicCache()
-    model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
-    with pytest.raises(ValueError, match="the cache holds 3 tokens already"):
+    model(torch.tensor([[1]]), past_key_values=cache)
+    with pytest.raises(ValueError, match="the cache holds 1 tokens already"):
         prepack(model, make_prompts(), cache)
