@@ -222,7 +222,8 @@ def test_another_run_is_not_overwritten_unless_asked(finished: Result, corpus: P
     with pytest.raises(UserError, match="is a file"):
         run(corpus, corpus)
     assert before == {path: path.stat().st_mtime_ns for path in finished.output.rglob("*")}
-    assert run(tmp_path / "killed", corpus, overwrite=True, max_steps=3).steps == 3
+    tokenizer = str(tmp_path / "killed" / "tokenizer")  # which is copied before it is deleted
+    assert run(tmp_path / "killed", corpus, overwrite=True, max_steps=3, tokenizer=tokenizer).steps == 3
     assert curve(tmp_path / "killed", "step", split="train") == [[1], [2], [3]]
 
 
