@@ -83,6 +83,8 @@ def test_an_answer_has_the_tokens_of_the_key_in_the_text() -> None:
 def test_a_prompt_without_room_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(UserError, match="a pass key needs 64 tokens, and max_length is 63"):
         make_prompt(tokenizer, "04711", 63, 0.5)
+    prompt = make_prompt(tokenizer, "04711", 64, 0.5)
+    assert len(prompt.tokens) + len(prompt.answer) == 64
 
 
 class Copier(PreTrainedModel):

@@ -18,6 +18,7 @@ from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.evaluate import results as results_module
+from dynattn.scripts.evaluate.long_context import score_windows
 from dynattn.scripts.evaluate.own_text import Scores, score_texts, summarize
 from dynattn.scripts.evaluate.results import write_files
 from dynattn.scripts.evaluate.text_files import FileDocuments, read_documents
@@ -67,6 +68,15 @@ def test_every_token_is_scored_once_from_what_stands_before_it(
         assert all(depths[16:] > 8)
 
 
+def test_scores_that_are_not_numbers_are_refused(checkpoints: list[str], tokenizer: PreTrainedTokenizerFast):
+    model = LlamaForCausalLM.from_pretrained(checkpoints[0])
+    model.model.norm.weight.data.fill_(torch.nan)
+    with pytest.raises(UserError, match="the model's logits are NaN"):
+        score_texts(model, tokenizer, DOCUMENTS, max_length=16)
+    with pytest.raises(UserError, match="the model's logits are NaN"):
+        score_windows(model, [[1, 2, 3]])
+
+
 def test_a_tokenizer_that_adds_bos_gives_the_same_scores(checkpoints: list[str], tokenizer: PreTrainedTokenizerFast):
     model = LlamaForCausalLM.from_pretrained(checkpoints[0]).eval()
     plain, adding = (score_texts(model, one, DOCUMENTS, max_length=16) for one in (tokenizer, that_adds_bos(tokenizer)))
@@ -101,12 +111,13 @@ def test_the_summary_adds_up():
 
 
 def test_checkpoints_are_compared_document_by_document(
-    checkpoints: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoints: list[str], tokenizer: PreTrainedTokenizerFast, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     text = tmp_path / "texts.jsonl"
     text.write_text("\n".join(json.dumps({"words": document}) for document in [None, *DOCUMENTS]))
     command = ["evaluate", checkpoints[0], "--dataset", str(text), "--text_column", "words"]
     command += ["--others", checkpoints[1], checkpoints[0], "--output", str(tmp_path / "results"), "--device", "cpu"]
+    command += ["--max_length", "8"]
     assert cli.main(command) == 0
     assert "3 documents of 97 bytes in texts.jsonl" in capsys.readouterr().out
     results = json.loads((tmp_path / "results" / "results.json").read_text())
@@ -116,6 +127,9 @@ def test_checkpoints_are_compared_document_by_document(
     assert 0 < results["comparison"][0]["p"] < 1
     assert results["comparison"][1] == {"mean": 0.0, "sd": 0.0, "interval_95": None, "p": None}
     assert first.tolist() == again.tolist()
+    scores = score_texts(LlamaForCausalLM.from_pretrained(checkpoints[0]), tokenizer, DOCUMENTS, max_length=8)
+    bits = [nats.sum() / math.log(2) / len(one.encode()) for nats, one in zip(scores.nats, DOCUMENTS, strict=True)]
+    assert first.tolist() == pytest.approx(bits)
     assert cli.main(command) == 2
     assert "results.json exists; choose another --output or pass --overwrite" in capsys.readouterr().err
 
