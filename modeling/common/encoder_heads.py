@@ -213,7 +213,7 @@ class QuestionAnsweringHead(EncoderHead):
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
         start, end = self.classify(outputs.last_hidden_state).unbind(dim=-1)
         loss = None
-        if start_positions is not None and end_positions is not None:
+        if start_positions is not None:
             loss = self.loss_function(start, end, start_positions, end_positions, **kwargs)
         return QuestionAnsweringModelOutput(loss=loss, start_logits=start, end_logits=end, **_recorded(outputs))
 

@@ -62,7 +62,7 @@ CLASSES = torch.tensor([0, 2, 1, -100])
         ("single_label_classification", 3, CLASSES),
         ("single_label_classification", 1, torch.zeros(ROWS, dtype=torch.long)),
         ("multi_label_classification", 3, torch.rand(ROWS, 3)),
-        ("regression", 1, torch.rand(ROWS, 1)),
+        ("regression", 1, 9 * torch.randn(ROWS, 1)),
         ("regression", 2, torch.rand(ROWS, 2)),
     ],
 )

@@ -300,7 +300,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         model(IDS, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()))
     with pytest.raises(ValueError, match=r"no mask for the layer types \['sliding_attention'\]"):
         model(IDS, attention_mask={"full_attention": None})
-    for borders in (torch.tensor([], dtype=torch.long), torch.tensor([[0, 16]])):
+    for borders in (torch.tensor([], dtype=torch.long), torch.tensor([[0, 16], [0, 16]])):
         with pytest.raises(ValueError, match=r"cu_seq_lens of shape .* must be \[documents \+ 1\]"):
             model(IDS, cu_seq_lens_q=borders)
     learned = make("mha-learned")

@@ -25,6 +25,7 @@ def test_a_document_starts_where_positions_restart(positions: list[int], starts:
 def test_a_document_starts_at_each_border() -> None:
     starts = starts_by_borders(torch.tensor([0, 2, 2, 5], dtype=torch.int32), torch.zeros(1, 5, 8))
     assert starts.tolist() == [[0, 0, 2, 2, 2]]
+    assert starts_by_borders(torch.tensor([0, 5]), torch.zeros(1, 5, 8)).tolist() == [[0] * 5]
 
 
 def test_borders_of_several_rows_are_refused() -> None:
