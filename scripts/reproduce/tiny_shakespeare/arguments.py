@@ -54,3 +54,5 @@ class StudyArguments:
             raise UserError(f"steps={self.steps} and epochs={self.epochs} both say how long to train; give one")
         if (self.wikitext_train is None) != (self.wikitext_validation is None):
             raise UserError("give both --wikitext_train and --wikitext_validation, or neither")
+        if not self.data and not self.report_only:
+            raise UserError("give --data, a file with Tiny Shakespeare or the name of a Hub dataset that holds it")

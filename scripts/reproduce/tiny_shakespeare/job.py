@@ -69,10 +69,8 @@ def train_all(arguments: StudyArguments, output: Path) -> None:
 
 def load_corpora(arguments: StudyArguments) -> dict[str, Corpus]:
     """The texts that were given, by the names that groups use."""
-    if not arguments.data:
-        raise UserError("give --data, a file with Tiny Shakespeare or the name of a Hub dataset that holds it")
     expect = None if arguments.other_text else "Tiny Shakespeare"
-    corpora = {"tiny-shakespeare": load_corpus(arguments.data, expect=expect)}
+    corpora = {"tiny-shakespeare": load_corpus(str(arguments.data), expect=expect)}
     if arguments.wikitext_train and arguments.wikitext_validation:
         corpora["wikitext-2"] = load_corpus(arguments.wikitext_train, arguments.wikitext_validation)
     return corpora

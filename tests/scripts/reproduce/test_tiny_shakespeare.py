@@ -227,14 +227,14 @@ def test_a_text_that_is_too_short_for_the_streams_is_told_before_the_first_run()
     with pytest.raises(
         UserError, match="too few for 5000 streams; each needs two or more; give a longer text, or fewer"
     ):
-        job.choose_setting(StudyArguments(streams=5000), plan.GROUPS["official"], corpus_of(2049))
+        job.choose_setting(StudyArguments(data="book.txt", streams=5000), plan.GROUPS["official"], corpus_of(2049))
 
 
 def test_groups_that_run_for_days_are_asked_for_by_name():
-    assert [group for group in StudyArguments().groups if group.startswith("plateau")] == []
+    assert [group for group in StudyArguments(data="book.txt").groups if group.startswith("plateau")] == []
     corpus = corpus_of(2049)
     for name, streams in (("plateau", 4), ("plateau-official", 32)):
-        setting = job.choose_setting(StudyArguments(groups=[name]), plan.GROUPS[name], corpus)
+        setting = job.choose_setting(StudyArguments(data="book.txt", groups=[name]), plan.GROUPS[name], corpus)
         assert setting.patience == plan.PATIENCE and setting.warmup == 2000 and setting.streams == streams
         segments = len(TokenStreams.cut(corpus.train, streams, setting.segment))
         assert setting.steps == plan.MOST_PASSES * segments
@@ -506,7 +506,7 @@ def test_options_that_cannot_be_are_refused(options: list[str], message: str, ca
 
 
 def test_epochs_are_passes_over_the_text_and_warmup_is_official_only_for_the_official_setting():
-    arguments = StudyArguments(epochs=10)
+    arguments = StudyArguments(data="book.txt", epochs=10)
     corpus = corpus_of(1_003_854)
     settings = {group: job.choose_setting(arguments, plan.GROUPS[group], corpus) for group in ("official", "sensible")}
     assert (settings["official"].steps, settings["official"].warmup) == (156_850, 2000)
