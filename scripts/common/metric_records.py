@@ -10,7 +10,8 @@ MetricRecord = dict[str, Any]
 def read_metrics(path: Path, split: str | None = None) -> list[MetricRecord]:
     """Reads the records of one split, or all. Lines that are no records are left out, as one that a crash cut off."""
     records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+    is_readable = path.exists() and not path.is_fifo()  # opening a named pipe would wait for its other end
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if is_readable else []:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):

@@ -49,10 +49,10 @@ def write_page(runs: Sequence[ReportedRun], output: Path) -> None:
 
 def check_is_page(output: Path) -> None:
     """Raises UserError if the page would replace something else, such as a file that was meant to be read."""
-    if output.is_dir() or not output.name:
-        raise UserError(f"--output {str(output)!r} is a folder; give the name of a file in it, such as report.html")
     if not output.exists():
         return
+    if not output.is_file():  # opening a named pipe would wait for its other end
+        raise UserError(f"--output {str(output)!r} is no file; give the name of one, such as report.html")
     with output.open("rb") as file:
         start = file.read(len(DOCTYPE)).decode("utf-8", "replace")
     if start and start != DOCTYPE:

@@ -1,6 +1,7 @@
 """The page of curves: what it shows, that it needs nothing else, and runs that are not finished."""
 
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -105,10 +106,18 @@ def test_only_a_page_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for _ in range(2):
         assert main(["report", str(run)]) == 0
     before = (run / "metrics.jsonl").read_text()
-    for output, message in {str(run / "metrics.jsonl"): "is no page of this job", "": "is a folder"}.items():
-        assert main(["report", str(run), "--output", output]) == 2
+    os.mkfifo(pipe := tmp_path / "pipe")
+    refused = {run / "metrics.jsonl": "is no page of this job", tmp_path: "is no file", pipe: "is no file"}
+    for output, message in refused.items():
+        assert main(["report", str(run), "--output", str(output)]) == 2
         assert message in capsys.readouterr().err
     assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_a_pipe_in_place_of_the_measurements_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no metrics.jsonl with measurements" in capsys.readouterr().err
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path):
