@@ -16,7 +16,7 @@ from ..common.carried_memory import check_memory, longest_segment
 from ..common.checkpoint_loading import NAN_LOGITS
 from ..common.errors import UserError
 from ..common.markdown import joined_table, table
-from ..common.paired import mean_in_words, p_in_words, paired_difference
+from ..common.paired import add_holm, mean_in_words, p_in_words, paired_difference
 from .arguments import EvaluateArguments
 from .loading import load_named
 from .results import check_output, describe_environment, describe_model, write_files
@@ -67,6 +67,7 @@ def evaluate_text(arguments: EvaluateArguments) -> None:
         compare(one["bits_per_byte_of_documents"], results["checkpoints"][0]["bits_per_byte_of_documents"])
         for one in results["checkpoints"][1:]
     ]
+    add_holm(results["comparison"])
     text = format_results(results)
     print(text)
     if arguments.output is not None:
@@ -177,7 +178,7 @@ def format_results(results: Mapping[str, Any]) -> str:
 
 
 def _difference(comparison: Mapping[str, Any]) -> list[str]:
-    return [mean_in_words(comparison, "+.4f"), p_in_words(comparison["p"])]
+    return [mean_in_words(comparison, "+.4f"), p_in_words(comparison["p_holm"])]
 
 
 def _note(results: Mapping[str, Any]) -> str:
@@ -185,8 +186,9 @@ def _note(results: Mapping[str, Any]) -> str:
     return (
         f"{results['documents']:,} documents of {results['bytes']:,} bytes in {results['dataset']}{memory}. "
         "Difference: mean over documents of bits per byte minus the first checkpoint's, 95 % interval, p of a "
-        "two-sided paired t-test. Context: the most tokens that one is predicted from, without memory; give "
-        "--max_length where it differs. Loss in nats; tokens of different tokenizers do not compare, bits per byte do."
+        "two-sided paired t-test, corrected for the comparisons here (Holm). Context: the most tokens that one is "
+        "predicted from, without memory; give --max_length where it differs. Loss in nats; tokens of different "
+        "tokenizers do not compare, bits per byte do."
     )
 
 

@@ -116,16 +116,18 @@ def test_checkpoints_are_compared_document_by_document(
     text = tmp_path / "texts.jsonl"
     text.write_text("\n".join(json.dumps({"words": document}) for document in [None, *DOCUMENTS]))
     command = ["evaluate", checkpoints[0], "--dataset", str(text), "--text_column", "words"]
-    command += ["--others", checkpoints[1], checkpoints[0], "--output", str(tmp_path / "results"), "--device", "cpu"]
+    others = [checkpoints[1], checkpoints[1], checkpoints[0]]
+    command += ["--others", *others, "--output", str(tmp_path / "results"), "--device", "cpu"]
     command += ["--max_length", "8"]
     assert cli.main(command) == 0
     assert "3 documents of 97 bytes in texts.jsonl" in capsys.readouterr().out
     results = json.loads((tmp_path / "results" / "results.json").read_text())
     assert results["rows"] == [1, 2, 3] and results["rows_without_text"] == 1
-    first, second, again = (np.array(one["bits_per_byte_of_documents"]) for one in results["checkpoints"])
+    first, second, _, again = (np.array(one["bits_per_byte_of_documents"]) for one in results["checkpoints"])
     assert results["comparison"][0]["mean"] == pytest.approx((second - first).mean())
     assert 0 < results["comparison"][0]["p"] < 1
-    assert results["comparison"][1] == {"mean": 0.0, "sd": 0.0, "interval_95": None, "p": None}
+    assert results["comparison"][0]["p_holm"] == min(1, 2 * results["comparison"][1]["p"])
+    assert results["comparison"][2] == {"mean": 0.0, "sd": 0.0, "interval_95": None, "p": None, "p_holm": None}
     assert first.tolist() == again.tolist()
     scores = score_texts(LlamaForCausalLM.from_pretrained(checkpoints[0]), tokenizer, DOCUMENTS, max_length=8)
     bits = [nats.sum() / math.log(2) / len(one.encode()) for nats, one in zip(scores.nats, DOCUMENTS, strict=True)]
