@@ -1,6 +1,5 @@
 """Pushes a finished folder to the Hugging Face Hub, and explains in one line why that failed."""
 
-import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -50,7 +49,7 @@ def push(
         UserError: the Hub cannot be reached, or refuses the push; `folder` stays as it is.
     """
     api = HfApi()
-    with one_line_errors(repo, folder, api.endpoint, later_push(repo, folder, private, revision, commit_message)):
+    with one_line_errors(repo, folder, api.endpoint):
         # None instead of False, so that a repository that exists keeps its visibility.
         full_name = api.create_repo(repo, private=private or None, exist_ok=True).repo_id
         if revision is not None:
@@ -66,38 +65,26 @@ def push(
     return commit.commit_url
 
 
-def replaced_patterns(folder: Path) -> list[str]:
-    """Patterns of the files of an earlier push that are deleted where `folder` lacks them."""
-    return [*STALE, *(TOKENIZER_PATTERNS if matching_files(folder, TOKENIZER_PATTERNS) else ())]
-
-
 def replaced_files(names: Iterable[str], folder: Path) -> list[str]:
-    """Those of `names` that are deleted where `folder` lacks them.
+    """Those of `names`, files of an earlier push, that are deleted where `folder` lacks them.
 
     In the Hub's client `*` matches slashes, too, so that patterns would also delete programs and models of others in
     sub-folders.
     """
-    levels = [(pattern, pattern.count("/")) for pattern in replaced_patterns(folder)]
+    patterns = [*STALE, *(TOKENIZER_PATTERNS if matching_files(folder, TOKENIZER_PATTERNS) else ())]
+    levels = [(pattern, pattern.count("/")) for pattern in patterns]
     return [name for name in names if any(fnmatchcase(name, one) and name.count("/") == n for one, n in levels)]
 
 
-def later_push(repo: str, folder: Path, private: bool, revision: str | None, commit_message: str | None) -> str:
-    """The command of the Hub's client that makes the same push, except that it deletes in sub-folders, too."""
-    options = [*(["--private"] if private else []), *(["--revision", revision] if revision else [])]
-    options += ["--commit-message", commit_message] if commit_message else []
-    options += [word for pattern in replaced_patterns(folder) for word in ("--delete", pattern)]
-    return shlex.join(["hf", "upload", repo, str(folder), ".", *options])
-
-
 @contextmanager
-def one_line_errors(repo: str, folder: Path, endpoint: str, command: str) -> Iterator[None]:
-    """Turns errors of the Hub's client into a UserError that says what to do, with the `command` that pushes later."""
+def one_line_errors(repo: str, folder: Path, endpoint: str) -> Iterator[None]:
+    """Turns errors of the Hub's client into a UserError that says what to do."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
         raise UserError(
             f"cannot push to {repo} at {endpoint}: {_reason(error)}. The folder {folder} is complete; "
-            f"push it later with `{command}`"
+            "push it later with the same command and --overwrite"
         ) from error
 
 
