@@ -12,6 +12,7 @@ from ...configuration.relative_config import RelativeConfig
 from ..caches.offloading import await_copies, read_layer, update_layer
 from ..ops.dtypes import at_least_float32
 from ..ops.relative.attention import RELATIVE_IMPLEMENTATIONS, resolve_relative
+from ..ops.relative.eager import PositionTerms
 from ..positions.rotary import rotate
 from .headwise_conv import HeadwiseConv
 from .segment import Segment
@@ -128,20 +129,18 @@ class RCMHAAttention(ConvolvedHeads):
         if segment.scheme_bias is not None:
             # The op scales the sum of all its terms, but this bias is added to scaled scores.
             position_bias = segment.scheme_bias.to(at_least_float32(query.dtype)) / self.scaling
+        tables = (self.position_embeddings, position_bias, self.content_bias)
+        terms = PositionTerms(*tables, segment.query_offset, self.later_rows)
         output, weights = self.implementation(implementation)(
             query,
             key,
             value,
-            position_embeddings=self.position_embeddings,
-            position_bias=position_bias,
-            content_bias=self.content_bias,
             scaling=self.scaling,
             attention_mask=attention_mask,
             is_causal=self.is_causal,
             sliding_window=self.config.sliding_window,
-            offset=segment.query_offset,
             dropout=self.config.attention_dropout if self.training else 0.0,
-            later_rows=self.later_rows,
+            terms=terms,
         )
         return self.o_proj(output.flatten(2)), weights
 
@@ -189,9 +188,6 @@ class RCMHACrossAttention(ConvolvedHeads):
             query,
             key,
             value,
-            position_embeddings=None,
-            position_bias=None,
-            content_bias=None,
             scaling=self.scaling,
             attention_mask=attention_mask,
             is_causal=False,

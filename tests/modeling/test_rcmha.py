@@ -79,7 +79,7 @@ def test_a_bias_by_distance_stays_in_single_precision(monkeypatch: pytest.Monkey
     model, biases = make(attention_type="mha", position_scheme="alibi").bfloat16(), []
 
     def attend(*arguments: Any, **options: Any) -> Any:
-        biases.append(options["position_bias"].dtype)
+        biases.append(options["terms"].bias.dtype)
         return relative_eager(*arguments, **options)
 
     monkeypatch.setitem(RELATIVE_IMPLEMENTATIONS, "chunked", attend)

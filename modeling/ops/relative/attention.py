@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from .chunked import relative_chunked
-from .eager import relative_eager
+from .eager import PositionTerms, relative_eager
 from .sdpa import relative_sdpa
 from .validation import check_relative_call
 
@@ -95,22 +95,19 @@ def relative_attention(
         ValueError: shapes, dtypes or values do not fit, tables lack rows for distances that queries reach, or the
             implementation is unknown.
     """
+    terms = PositionTerms(position_embeddings, position_bias, content_bias, offset, later_rows)
     options: dict[str, Any] = {
-        "position_embeddings": position_embeddings,
-        "position_bias": position_bias,
-        "content_bias": content_bias,
         "scaling": scaling,
         "is_causal": is_causal,
         "sliding_window": sliding_window,
-        "offset": offset,
         "dropout": dropout,
-        "later_rows": later_rows,
+        "terms": terms,
     }
     if attention_mask is not None:
         # Implementations check the lengths of tables only without a mask, because a layer's mask may hide the keys
         # beyond its tables. Here they are checked always.
         check_relative_call(query, key, value, **options, attention_mask=None)
-    relative = any(term is not None for term in (position_embeddings, position_bias, content_bias))
+    relative = bool(terms.tables) or content_bias is not None
     attend = RELATIVE_IMPLEMENTATIONS[resolve_relative(implementation, relative=relative)]
     output, _ = attend(query, key, value, **options, attention_mask=attention_mask)
     return output

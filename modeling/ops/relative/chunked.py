@@ -12,7 +12,7 @@ from ..masking import Structure, four_dimensional, split_mask
 from ..modes import autocast, refuse_second_derivatives, under_transforms
 from ..operator_schema import arguments_of
 from .chunk import Operands, RelativeChunk, relative_chunks
-from .eager import relative_eager
+from .eager import NO_TERMS, PositionTerms, relative_eager
 
 # Calls without causality that have at most this number of (query, key) pairs use `relative_eager`, which is faster:
 # their maps are small, and a chunk would multiply its queries by `c - 1` more rows of the tables than it has keys.
@@ -53,16 +53,12 @@ def relative_chunked(
     key: Tensor,
     value: Tensor,
     *,
-    position_embeddings: Tensor | None,
-    position_bias: Tensor | None,
-    content_bias: Tensor | None,
     scaling: float,
     attention_mask: Tensor | None,
     is_causal: bool,
     sliding_window: int | None,
-    offset: int | Tensor | None = None,
     dropout: float = 0.0,
-    later_rows: int = 0,
+    terms: PositionTerms = NO_TERMS,
 ) -> tuple[Tensor, None]:
     """`relative_attention` in memory proportional to `T + S`. Returns the output `[B, T, H, D]`, and no attention maps.
 
@@ -73,21 +69,17 @@ def relative_chunked(
     too. So do calls without causality that have at most `FEW_PAIRS` pairs.
     """
     structure = Structure(query.shape[2], key.shape[2], is_causal, sliding_window)
-    if offset is not None or _is_small(structure):
+    if terms.offset is not None or _is_small(structure):
         output, _ = relative_eager(
             query,
             key,
             value,
-            position_embeddings=position_embeddings,
-            position_bias=position_bias,
-            content_bias=content_bias,
             scaling=scaling,
             attention_mask=attention_mask,
             is_causal=is_causal,
             sliding_window=sliding_window,
-            offset=offset,
             dropout=dropout,
-            later_rows=later_rows,
+            terms=terms,
         )
         return output, None
     if attention_mask is not None and attention_mask.requires_grad and torch.is_grad_enabled():
@@ -95,14 +87,14 @@ def relative_chunked(
     unseeing = max(structure.queries - structure.keys, 0) if is_causal else 0
     if attention_mask is not None and attention_mask.ndim > 1 and attention_mask.shape[-2] > 1:
         attention_mask = attention_mask[..., unseeing:, :]
-    rows = _reached_rows(structure, later_rows)
-    embeddings, bias = (None if table is None else table[rows] for table in (position_embeddings, position_bias))
-    tensors = [query[:, :, unseeing:], key, value, embeddings, bias, content_bias]
+    rows = _reached_rows(structure, terms.later_rows)
+    embeddings, bias = (None if table is None else table[rows] for table in (terms.embeddings, terms.bias))
+    tensors = [query[:, :, unseeing:], key, value, embeddings, bias, terms.content_bias]
     # Under autocast, a bias by itself (ALiBi, T5) keeps its dtype; beside embeddings it is part of a product.
     kept = bias if embeddings is None else None
     tensors = [x if x is None or x is kept else autocast(x)[0] for x in tensors]
     seed = torch.randint(2**62, (), device="cpu") if dropout else None
-    settings = RelativeSettings(scaling, is_causal, sliding_window, dropout, later_rows - rows.start)
+    settings = RelativeSettings(scaling, is_causal, sliding_window, dropout, terms.later_rows - rows.start)
     output = _forward_op(*tensors, attention_mask, seed, *settings)
     return (F.pad(output, (0, 0, 0, 0, unseeing, 0)) if unseeing else output), None
 

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ..masking import both, key_distances, split_mask, visible_distances
 from ..sdpa import attend_with_mask, plain_attention
-from .eager import position_scores
+from .eager import NO_TERMS, PositionTerms
 
 
 def relative_sdpa(
@@ -12,24 +12,20 @@ def relative_sdpa(
     key: Tensor,
     value: Tensor,
     *,
-    position_embeddings: Tensor | None,
-    position_bias: Tensor | None,
-    content_bias: Tensor | None,
     scaling: float,
     attention_mask: Tensor | None,
     is_causal: bool,
     sliding_window: int | None,
-    offset: int | Tensor | None = None,
     dropout: float = 0.0,
-    later_rows: int = 0,
+    terms: PositionTerms = NO_TERMS,
 ) -> tuple[Tensor, None]:
     """`relative_attention` through PyTorch's SDPA, with one `[B, H, T, S]` mask in memory if there are tables.
 
     Returns:
         The output `[B, T, H, D]`, and no attention maps.
     """
-    content_query = query if content_bias is None else query + content_bias[:, None]
-    if position_embeddings is None and position_bias is None and offset is None and not dropout:
+    content_query = terms.content_query(query)
+    if not terms.tables and terms.offset is None and not dropout:
         return plain_attention(
             content_query,
             key,
@@ -39,8 +35,8 @@ def relative_sdpa(
             is_causal=is_causal,
             sliding_window=sliding_window,
         )
-    distance = key_distances(query.shape[2], key.shape[2], offset, query.device)
-    positions = position_scores(query, position_embeddings, position_bias, distance + later_rows)
+    distance = key_distances(query.shape[2], key.shape[2], terms.offset, query.device)
+    positions = terms.position_scores(query, distance)
     given, bias = split_mask(attention_mask)
     visible = both(visible_distances(distance, is_causal=is_causal, sliding_window=sliding_window), given)
     if positions is not None:

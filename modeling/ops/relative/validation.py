@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..distance_tables import check_offset, check_table_lengths
 from ..validation import check_call, check_dtype, is_integer, is_number
+from .eager import NO_TERMS, PositionTerms
 
 
 def check_relative_call(
@@ -12,26 +13,20 @@ def check_relative_call(
     key: Tensor,
     value: Tensor,
     *,
-    position_embeddings: Tensor | None,
-    position_bias: Tensor | None,
-    content_bias: Tensor | None,
     scaling: float | None,
     attention_mask: Tensor | None,
     is_causal: bool,
     sliding_window: int | None,
-    offset: int | Tensor | None = None,
     dropout: float = 0.0,
-    later_rows: int = 0,
+    terms: PositionTerms = NO_TERMS,
 ) -> None:
     """Checks values, shapes and dtypes, but reads no contents of tensors; arguments are those of `relative_attention`.
 
     Args:
         query: `[B, H, T, D]`.
         key, value: `[B, H, S, D]`.
-        position_embeddings: `[L, H, D]`.
-        position_bias: `[L, H]`, also float32.
-        content_bias: `[H, D]`.
         attention_mask: broadcastable to `[B, H, T, S]`.
+        terms: those of the scores; a bias by distance may also be float32.
 
     Raises:
         ValueError: something does not fit; the message says what was given and what would fit.
@@ -43,23 +38,22 @@ def check_relative_call(
             f"key {tuple(key.shape)} does not fit query {tuple(query.shape)}: relative attention has no grouped "
             f"queries, so key and value need {heads} heads; repeat theirs"
         )
-    check_offset(offset)
+    check_offset(terms.offset)
     if not (is_number(dropout) and 0 <= dropout <= 1):
         raise ValueError(f"dropout must be a probability, from 0 to 1, not {dropout!r}")
+    later_rows, content_bias = terms.later_rows, terms.content_bias
     if not (is_integer(later_rows) and later_rows >= 0):
         raise ValueError(f"later_rows must be the number of rows for later keys, at least 0, not {later_rows!r}")
     has_later_rows = is_causal or later_rows > 0
-    tables: dict[str, Tensor] = {}
-    if position_embeddings is not None:
-        tables["position_embeddings"] = position_embeddings
-        _check_table("position_embeddings", position_embeddings, (heads, width), has_later_rows)
-        check_dtype("position_embeddings", position_embeddings, query)
-    if position_bias is not None:
-        tables["position_bias"] = position_bias
-        _check_table("position_bias", position_bias, (heads,), has_later_rows)
-        check_dtype("position_bias", position_bias, query, torch.float32)
+    if terms.embeddings is not None:
+        _check_table("position_embeddings", terms.embeddings, (heads, width), has_later_rows)
+        check_dtype("position_embeddings", terms.embeddings, query)
+    if terms.bias is not None:
+        _check_table("position_bias", terms.bias, (heads,), has_later_rows)
+        check_dtype("position_bias", terms.bias, query, torch.float32)
     if attention_mask is None:
-        check_table_lengths(tables, query.shape[2], key.shape[2], sliding_window, offset, later_rows, is_causal)
+        sizes = (query.shape[2], key.shape[2])
+        check_table_lengths(terms.tables, *sizes, sliding_window, terms.offset, later_rows, is_causal)
     if content_bias is None:
         return
     if content_bias.shape != (heads, width):

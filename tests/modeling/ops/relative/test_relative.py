@@ -12,7 +12,7 @@ from dynattn import relative_attention
 from dynattn.modeling.ops.relative import chunk as chunk_module
 from dynattn.modeling.ops.relative import chunked as chunked_module
 from dynattn.modeling.ops.relative.attention import RELATIVE_IMPLEMENTATIONS
-from dynattn.modeling.ops.relative.eager import relative_eager
+from dynattn.modeling.ops.relative.eager import PositionTerms, relative_eager
 
 BATCH, HEADS, WIDTH = 2, 3, 4
 TERMS = {"all": (1, 1, 1), "embeddings": (1, 0, 0), "bias": (0, 1, 0), "content": (0, 0, 1), "none": (0, 0, 0)}
@@ -248,8 +248,10 @@ def test_dropout_of_chunks_is_a_mask_of_probabilities_with_its_gradients(
         return relative_attention(**{**given, **changes}, **options, dropout=share)  # type: ignore[arg-type]
 
     leaves = {name: one.clone().requires_grad_() for name, one in given.items()}
-    arguments = {**leaves, "content_bias": None, "scaling": length**-0.5, "attention_mask": None}
-    _, probs = relative_eager(**arguments, is_causal=is_causal, sliding_window=None, later_rows=length)  # type: ignore[arg-type]
+    terms = PositionTerms(leaves["position_embeddings"], leaves["position_bias"], later_rows=length)
+    inputs_of_op = (leaves["query"], leaves["key"], leaves["value"])
+    structure: dict[str, Any] = {"attention_mask": None, "is_causal": is_causal, "sliding_window": None}
+    _, probs = relative_eager(*inputs_of_op, scaling=length**-0.5, **structure, terms=terms)
     identity = torch.eye(length, dtype=torch.float64).expand(BATCH, HEADS, -1, -1)
     kept = drop(value=identity).transpose(1, 2).ne(0)
     assert kept[probs > 0].double().mean().item() == pytest.approx(1 - share, abs=0.02)
