@@ -35,31 +35,18 @@ class ScoreTransform(NamedTuple):
     visibility: ChunkVisibility
     composer: ChunkComposer
 
-    def forward(self, scores: Tensor, spare: Tensor, scratch: Tensor) -> Tensor:
-        """Returns the composed probabilities, in `scores` or in `spare`; all are `[c, H, n]`."""
-        composer, maps = self.composer, _DoubleBuffer(scores, spare)
-        self._add_bias(maps.latest, is_composed=False)
-        if self.pre is not None:
-            maps.advance(composer.compose, self.pre, scratch)
-        self._add_bias(maps.latest, is_composed=True)
-        maps.advance(softmax, self.visibility)
-        if self.tables.gain is not None:
-            maps.latest.mul_(self.tables.gain.transpose(0, 1))
-        if self.post is not None:
-            maps.advance(composer.compose, self.post, scratch)
-        return maps.latest
-
-    def recompute(
+    def forward(
         self, scores: Tensor, composed: Tensor, probs: Tensor, gained: Tensor, mixed: Tensor, scratch: Tensor
-    ) -> None:
-        """Repeats `forward` for the backward pass, but keeps the result of each step; all are `[c, H, n]`.
+    ) -> Tensor:
+        """Writes the result of each step to a buffer, and returns the last, which weighs the values; all `[c, H, n]`.
 
         Args:
-            scores: what `forward` gets; the bias is added in place if it comes before the first composition.
+            scores: the products of queries and keys; the bias is added in place if it comes before the first
+                composition.
             composed: gets the composed scores. Without the stage `pre` it has to be `scores` itself.
             probs: gets the probabilities.
-            gained: gets the probabilities times the gain. Without a gain it has to be `probs` itself.
-            mixed: gets the composed probabilities; not written without the stage `post`.
+            gained: gets the probabilities times the gain; may be `probs` itself, and without a gain has to be.
+            mixed: gets the composed probabilities; not written without the stage `post`. May be `composed` itself.
         """
         self._add_bias(scores, is_composed=False)
         if self.pre is not None:
@@ -70,6 +57,7 @@ class ScoreTransform(NamedTuple):
             torch.mul(probs, self.tables.gain.transpose(0, 1), out=gained)
         if self.post is not None:
             self.composer.compose(mixed, gained, self.post, scratch)
+        return gained if self.post is None else mixed
 
     def _add_bias(self, scores: Tensor, *, is_composed: bool) -> None:
         """Adds the bias by distance to scores `[c, H, n]`, if it belongs to scores that are composed or not yet so."""
@@ -91,7 +79,7 @@ class ScoreTransform(NamedTuple):
         Args:
             grad: the gradient of what `forward` returns, `[c, H, n]` like all other maps.
             spare: a buffer that is overwritten.
-            scores, probs, gained: what `recompute` left in them.
+            scores, probs, gained: what `forward` left in them.
         """
         composer, maps = self.composer, _DoubleBuffer(grad, spare)
         if self.post is not None:
@@ -116,8 +104,7 @@ def softmax(out: Tensor, scores: Tensor, visibility: ChunkVisibility) -> None:
 
     Queries that see no key get zeros.
     """
-    visibility.hide_by_position(scores)
-    visibility.hide_by_mask(scores)
+    visibility.hide(scores)
     torch.softmax(scores, dim=-1, out=out)
     if visibility.has_empty_rows():
         out.masked_fill_(scores.amax(-1, keepdim=True) == -torch.inf, 0.0)
@@ -169,8 +156,9 @@ def attend_chunk(
     """
     scores, spare, scratch = buffers
     multiply_heads(query, key_transposed, scaling, out=scores.transpose(0, 1))
-    mixed = transform.forward(scores, spare, scratch)
-    multiply_heads(mixed.transpose(0, 1), value, out=out)
+    composed, probs = (scores, spare) if transform.pre is None else (spare, scores)
+    weights = transform.forward(scores, composed, probs, probs, composed, scratch)
+    multiply_heads(weights.transpose(0, 1), value, out=out)
 
 
 def attend_chunk_backward(
@@ -199,8 +187,8 @@ def attend_chunk_backward(
     if transform.tables.gain is None:
         gained = probs
     multiply_heads(query, key_transposed, scaling, out=scores.transpose(0, 1))
-    transform.recompute(scores, composed, probs, gained, mixed, scratch)
-    add_to_heads(products.value, (gained if transform.post is None else mixed).permute(1, 2, 0), grad_out)
+    weights = transform.forward(scores, composed, probs, gained, mixed, scratch)
+    add_to_heads(products.value, weights.permute(1, 2, 0), grad_out)
 
     # What is in `mixed` and `composed` is no longer needed: from here on they take turns to hold gradients of the maps.
     multiply_heads(grad_out, value_transposed, out=mixed.transpose(0, 1))

@@ -27,15 +27,12 @@ class ChunkVisibility(NamedTuple):
     mask: Tensor | None  # [H or 1, c or 1, n or 1]
     first_keys: Tensor | None  # [c], counted from the first of `keys`
 
-    def hide_by_position(self, scores: Tensor) -> None:
-        """Sets scores `[c, H, n]` that `structure` and `first_keys` hide to minus infinity."""
+    def hide(self, scores: Tensor) -> None:
+        """Adds the bias of an additive mask to scores `[c, H, n]`, and sets all that are hidden to minus infinity."""
         self.structure.hide(scores.transpose(0, 1), self.queries, self.keys)
         if self.first_keys is not None:
             hidden = torch.arange(scores.shape[2], device=scores.device) < self.first_keys[..., None]
             scores.masked_fill_(hidden[:, None], -torch.inf)
-
-    def hide_by_mask(self, scores: Tensor) -> None:
-        """Adds the bias of an additive mask to scores `[c, H, n]` and sets those that it hides to minus infinity."""
         visible, bias = split_mask(self.mask)
         scores = scores.transpose(0, 1)  # [H, c, n]
         if bias is not None:
