@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 
 from .composed_config import ComposedConfig, repeat_layer_types
-from .portable_config import model_size
+from .portable_config import GATED_MLP_PLAN, model_size
 
 
 @strict
@@ -28,12 +28,7 @@ class DCFormerConfig(ComposedConfig):
     """
 
     model_type = "dcformer"
-    # Attention stays whole on every device: composition reads all heads of a query and a key.
-    base_model_tp_plan: ClassVar[dict[str, Any] | None] = {
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
+    base_model_tp_plan: ClassVar[dict[str, Any] | None] = GATED_MLP_PLAN
 
     vocab_size: int = 50257
     hidden_size: int = 2560

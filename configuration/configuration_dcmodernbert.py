@@ -6,7 +6,7 @@ from huggingface_hub.dataclasses import strict
 
 from .composition_config import CompositionConfig
 from .field_rules import check_choices, check_layer_types, check_rope_mapping, check_rope_parameters
-from .portable_config import model_size
+from .portable_config import GATED_MLP_PLAN, model_size
 
 THETAS = {"full_attention": 160_000.0, "sliding_attention": 10_000.0}
 POOLINGS = ("cls", "mean")
@@ -41,12 +41,7 @@ class DCModernBertConfig(CompositionConfig):
     """
 
     model_type = "dcmodernbert"
-    # Attention stays whole on every device: composition reads all heads of a query and a key.
-    base_model_tp_plan: ClassVar[dict[str, Any] | None] = {
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
+    base_model_tp_plan: ClassVar[dict[str, Any] | None] = GATED_MLP_PLAN
 
     vocab_size: int = 50368
     hidden_size: int = 768

@@ -6,7 +6,7 @@ from huggingface_hub.dataclasses import strict
 
 from .composed_config import ComposedConfig
 from .field_rules import LAYER_TYPES, check_rope_mapping
-from .portable_config import model_size
+from .portable_config import MLP_PLAN, model_size
 
 
 @strict
@@ -30,11 +30,7 @@ class DCPythiaConfig(ComposedConfig):
     """
 
     model_type = "dcpythia"
-    # Attention stays whole on every device: composition reads all heads of a query and a key.
-    base_model_tp_plan: ClassVar[dict[str, Any] | None] = {
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
+    base_model_tp_plan: ClassVar[dict[str, Any] | None] = MLP_PLAN
 
     vocab_size: int = 50257
     hidden_size: int = 4096

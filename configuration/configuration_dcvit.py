@@ -6,7 +6,7 @@ from huggingface_hub.dataclasses import strict
 
 from .composition_config import CompositionConfig
 from .field_rules import check_choices
-from .portable_config import model_size
+from .portable_config import GATED_MLP_PLAN, MLP_PLAN, model_size
 
 CHOICES = {
     "mlp_type": ("mlp", "swiglu"),
@@ -52,11 +52,7 @@ class DCViTConfig(CompositionConfig):
     """
 
     model_type = "dcvit"
-    # Attention stays whole on every device: composition reads all heads of a query and a key.
-    base_model_tp_plan: ClassVar[dict[str, Any] | None] = {
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
+    base_model_tp_plan: ClassVar[dict[str, Any] | None] = MLP_PLAN
 
     image_size: int | list[int] | tuple[int, int] = 224
     patch_size: int | list[int] | tuple[int, int] = 16
@@ -88,8 +84,7 @@ class DCViTConfig(CompositionConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         if self.mlp_type == "swiglu":
-            plan = {**(self.base_model_tp_plan or {}), "layers.*.mlp.gate_proj": "colwise"}
-            self.base_model_tp_plan = plan  # type: ignore[misc]
+            self.base_model_tp_plan = GATED_MLP_PLAN  # type: ignore[misc]
 
     @property
     def image_shape(self) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 
 from .field_rules import check_buckets, check_even_heads
-from .portable_config import model_size
+from .portable_config import MLP_PLAN, model_size
 from .relative_config import RelativeConfig
 
 MEMORY_TYPES = ("streaming", "segment")
@@ -43,10 +43,7 @@ class RCMHAConfig(RelativeConfig):
     """
 
     model_type = "rcmha"
-    base_model_tp_plan: ClassVar[dict[str, Any] | None] = {
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
+    base_model_tp_plan: ClassVar[dict[str, Any] | None] = MLP_PLAN
 
     vocab_size: int = 65
     hidden_size: int = 128

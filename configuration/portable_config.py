@@ -18,6 +18,11 @@ logger = logging.get_logger(__name__)
 # Transformers would keep an unknown argument as an attribute, which they would then obey.
 VISIBILITY_FIELDS = ("layer_types", "memory_type", "sliding_window")
 
+# What tensor parallelism splits. Attention stays whole on every device, because composition reads all heads of a query
+# and a key.
+MLP_PLAN = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
+GATED_MLP_PLAN = {**MLP_PLAN, "layers.*.mlp.gate_proj": "colwise"}
+
 
 @strict
 class PortableConfig(PreTrainedConfig):
