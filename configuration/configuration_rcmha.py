@@ -125,11 +125,10 @@ class RCMHAConfig(RelativeConfig):
             )
 
 
-_PAPER = {"vocab_size": 65, "max_position_embeddings": 2048}
 RCMHAConfig.sizes = {
     "tiny": model_size(128, 4, 4, 256, vocab_size=2048, mem_len=64, max_position_embeddings=512),
-    "paper": model_size(128, 6, 8, 256, **_PAPER, mem_len=32, memory_type="segment"),
-    "paper-streaming": model_size(128, 6, 8, 256, **_PAPER, mem_len=128),
+    "paper": model_size(128, 6, 8, 256, mem_len=32, memory_type="segment"),
+    "paper-streaming": model_size(128, 6, 8, 256),
 }
 
 __all__ = ["RCMHAConfig"]
