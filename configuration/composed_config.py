@@ -96,7 +96,7 @@ class ComposedConfig(CompositionConfig):
         if not self.rotates:
             self.rope_parameters = None
             return {name: value for name, value in kwargs.items() if name not in ROPE_ARGUMENTS}
-        if check_rope_mapping(given, tuple(LAYER_TYPES.values())):
+        if check_rope_mapping(given):
             self.rope_parameters = {name: dict(own) for name, own in given.items() if own is not None}
         else:
             self.rope_parameters = {**given}

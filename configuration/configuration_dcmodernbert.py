@@ -97,7 +97,7 @@ class DCModernBertConfig(CompositionConfig):
     def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Fills in the rotary parameters of each layer type; called by `PreTrainedConfig`."""
         given: Any = self.rope_parameters or {}
-        check_rope_mapping(given, tuple(THETAS))
+        check_rope_mapping(given)
         if unknown := sorted(given.keys() - THETAS.keys()):
             raise ValueError(f"rope_parameters has {unknown}; it must have parameters for each of {sorted(THETAS)}")
         self.rope_parameters = {

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 
 from .composed_config import ComposedConfig
-from .field_rules import LAYER_TYPES, check_rope_mapping
+from .field_rules import check_rope_mapping
 from .portable_config import MLP_PLAN, model_size
 
 
@@ -64,7 +64,7 @@ class DCPythiaConfig(ComposedConfig):
     def _rope_by_layer_type(self, given: Any) -> dict[str, Any]:
         """`rope_parameters` for each layer type. Those with CARoPE turn whole heads unless the user says otherwise."""
         types = sorted(set(self.layer_types or ()))
-        if not check_rope_mapping(given, tuple(LAYER_TYPES.values())):
+        if not check_rope_mapping(given):
             given = dict.fromkeys(types, given)
         whole = {name: {"partial_rotary_factor": 1.0} for name in types if self.scheme_of(name) == "carope"}
         return {name: {**whole.get(name, {}), **own} for name, own in given.items() if own is not None}

@@ -267,24 +267,24 @@ def check_even_heads(config: Any) -> int:
     return int(config.head_dim)
 
 
-def check_rope_mapping(rope: Any, layer_types: tuple[str, ...]) -> bool:
+def check_rope_mapping(rope: Any) -> bool:
     """Returns whether `rope_parameters` have a dictionary for each layer type; otherwise they are one for all layers.
 
     A layer type that does not rotate may have None, as in Transformers.
 
     Args:
         rope: the parameters as given.
-        layer_types: the names that are layer types and not names of parameters.
 
     Raises:
         ValueError: `rope` or the entry of a layer type is not a dictionary, or `rope` mixes both forms.
     """
     if not isinstance(rope, Mapping):
         raise ValueError(f"rope_parameters ({_short(rope)}) must be a dictionary")
-    by_layer = sorted(set(layer_types) & rope.keys())
+    layer_types = set(LAYER_TYPES.values())
+    by_layer = sorted(layer_types & rope.keys())
     if not by_layer:
         return False
-    if others := sorted(rope.keys() - set(layer_types)):
+    if others := sorted(rope.keys() - layer_types):
         raise ValueError(
             f"rope_parameters has {others} beside {by_layer}; give one set for all layers, or one for each layer type"
         )
