@@ -209,17 +209,17 @@ class ComposedAttention(nn.Module):
             key, value = read_layer(cache, self.layer_idx, source.device)
             if self.key_composition is not None:
                 layer: Any = cache.layers[self.layer_idx]
-                factors = factors.with_key(layer.factors.keys.to(source.device))
+                factors = factors._replace(key=layer.factors.keys.to(source.device))
         else:
             key, value, factors = self._update_cache(*self._project_source(source, factors), cache)
             past_key_values.is_updated[self.layer_idx] = True
         key_factors = None if factors.key is None else factors.key[:, :, :length]
-        return key[:, :, :length], value[:, :, :length], factors.with_key(key_factors)
+        return key[:, :, :length], value[:, :, :length], factors._replace(key=key_factors)
 
     def _project_source(self, source: Tensor, factors: PackedFactors) -> tuple[Tensor, Tensor, PackedFactors]:
         """What `_read_source` returns without a cache."""
         if self.key_composition is not None:
-            factors = factors.with_key(self.key_composition(source).key)
+            factors = factors._replace(key=self.key_composition(source).key)
         return self._heads(self.k_proj, source, self.k_norm), self._heads(self.v_proj, source), factors
 
     def _update_cache(
@@ -237,7 +237,7 @@ class ComposedAttention(nn.Module):
             key = pack_phases(key, phases)
         if factors.key is not None:
             key, (value, key_factors) = update_layer(cache, key, value, self.layer_idx, factors.key)
-            return key, value, factors.with_key(key_factors)
+            return key, value, factors._replace(key=key_factors)
         return *update_layer(cache, key, value, self.layer_idx), factors
 
 

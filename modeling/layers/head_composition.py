@@ -23,10 +23,6 @@ class PackedFactors(NamedTuple):
     key: Tensor | None = None  # [B, P * terms, S, H]
     static: Tensor | None = None  # [P, H, H], block-diagonal
 
-    def with_key(self, key: Tensor | None) -> "PackedFactors":
-        """The same, with the factors `[B, P * terms, S, H]` of other keys."""
-        return PackedFactors(self.query, key, self.static)
-
 
 class DynamicComposition(nn.Module):
     """Generates the composition factors of both stages from the normalized attention input (DCMHA, arXiv 2405.08553).

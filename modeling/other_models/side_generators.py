@@ -57,7 +57,7 @@ class SideGenerators(nn.Module):
             return None, None
         factors = self.composition(query)
         if self.key_composition is not None:
-            factors = factors.with_key(self.key_composition(key).key)
+            factors = factors._replace(key=self.key_composition(key).key)
         elif factors.key is not None and key is not query:
-            factors = factors.with_key(self.composition(key).key)
+            factors = factors._replace(key=self.composition(key).key)
         return self.composition.assemble(factors)
