@@ -10,7 +10,6 @@ from ..layers.differential_heads import DifferentialHeads, init_differential
 from ..layers.head_composition import DynamicComposition, init_composition
 from ..ops.dcmha.attention import resolve_implementation
 from ..positions.carope import FrequencyProjection
-from ..positions.learned_tables import DistanceTable
 from .family_model import FamilyPreTrainedModel
 
 
@@ -22,8 +21,6 @@ class ComposedPreTrainedModel(FamilyPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, DistanceTable):
-            module.reset_parameters()
         if isinstance(module, FrequencyProjection):
             module.init_bias()
         if isinstance(module, DynamicComposition):

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import logging
 
+from ..positions.learned_tables import DistanceTable
 from ..positions.rotary import RotaryEmbedding
 
 logger = logging.get_logger(__name__)
@@ -32,6 +33,8 @@ class FamilyPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if self.config.initializer_range == 0 and isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding):
             init.zeros_(module.weight)
+        if isinstance(module, DistanceTable):
+            module.reset_parameters()
 
     # The override is ignored because type checkers see Transformers' wrapped method as a plain function.
     def push_to_hub(self, repo_id: str, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]

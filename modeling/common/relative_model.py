@@ -11,7 +11,6 @@ from ...configuration.relative_config import RelativeConfig
 from ..layers.headwise_conv import HeadwiseConv, init_conv
 from ..layers.relative_attention import RCMHAAttention
 from ..ops.relative.attention import resolve_relative
-from ..positions.learned_tables import DistanceTable
 from .family_model import FamilyPreTrainedModel
 
 
@@ -26,8 +25,6 @@ class RelativePreTrainedModel(FamilyPreTrainedModel):
         std = self.config.initializer_range
         if isinstance(module, HeadwiseConv):
             init_conv(module, std)
-        elif isinstance(module, DistanceTable):
-            module.reset_parameters()
         elif isinstance(module, RCMHAAttention) and module.position_embeddings is not None:
             for table in (module.position_embeddings, module.position_bias, module.content_bias):
                 init.normal_(table, std=std)
