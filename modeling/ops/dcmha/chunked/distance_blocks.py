@@ -35,11 +35,6 @@ class DistanceGrid(NamedTuple):
         sums = torch.zeros_like(table, dtype=block.dtype)
         return sums.index_add_(0, self.rows(table).flatten(), block.flatten(1).t())
 
-    def view(self, block: Tensor, position: int, queries: int, keys: slice) -> Tensor:
-        """A view `[H, c, n]` of a block `[H, c, X]`: for `keys`, and `queries` queries from `position` on."""
-        shift = self.before - (position - keys.start)
-        return block[:, :queries, shift : shift + keys.stop - keys.start]
-
 
 def grid_of(positions: Sequence[int], keys: Sequence[slice], queries: int) -> DistanceGrid:
     """The smallest grid for chunks of up to `queries` queries.
@@ -69,17 +64,11 @@ class TableBlocks(NamedTuple):
 
     def of_chunk(self, position: int, queries: int, keys: slice) -> ChunkTables:
         """Views for `keys`, and `queries` queries from `position` among all keys on."""
-        views = (
-            None if one is None else self.grid.view(one, position, queries, keys) for one in (self.bias, self.gain)
-        )
-        return ChunkTables(*views)
+        shift = self.grid.before - position
+        columns = slice(keys.start + shift, keys.stop + shift)
+        return ChunkTables(*(None if one is None else one[:, :queries, columns] for one in (self.bias, self.gain)))
 
     def zeros(self) -> "TableBlocks":
         """Zeros in the same shapes, to which gradients are added."""
         empty = (None if one is None else torch.zeros_like(one) for one in (self.bias, self.gain))
         return TableBlocks(self.grid, *empty)
-
-
-def spread_tables(grid: DistanceGrid, bias: Tensor | None, gain: Tensor | None, dtype: torch.dtype) -> TableBlocks:
-    """Spreads the tables `[L, H]` of a call to blocks, in `dtype`."""
-    return TableBlocks(grid, *(None if table is None else grid.spread(table, dtype) for table in (bias, gain)))

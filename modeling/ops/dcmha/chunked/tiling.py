@@ -15,7 +15,7 @@ from .chunk import ScoreTransform
 from .composers.choice import choose_composer
 from .composers.interface import ChunkComposer, ChunkVisibility, StageFactors
 from .composers.stepwise import STEPWISE
-from .distance_blocks import ChunkTables, TableBlocks, grid_of, spread_tables
+from .distance_blocks import ChunkTables, TableBlocks, grid_of
 
 # How many queries a chunk has: the first of these numbers that keeps one map within `LARGEST_MAP` elements, or the last
 # one. More queries make the matrix products faster, fewer keep maps in the processor's cache.
@@ -77,7 +77,8 @@ def read_tables(inputs: ChunkedInputs, structure: Structure, dtype: torch.dtype)
     spans = _query_spans(structure, most)
     positions, reaches = [span.start + structure.first_query for span in spans], list(map(structure.reach, spans))
     grid = grid_of(positions, reaches, most)
-    return spread_tables(grid, inputs.position_bias, inputs.position_gain, dtype)
+    tables = (inputs.position_bias, inputs.position_gain)
+    return TableBlocks(grid, *(None if table is None else grid.spread(table, dtype) for table in tables))
 
 
 def _query_spans(structure: Structure, most: int) -> list[slice]:
