@@ -39,6 +39,10 @@ class Structure(NamedTuple):
         """The position of the first query among the keys."""
         return self.keys - self.queries if self.offset is None else self.offset
 
+    def query_spans(self, length: int) -> list[slice]:
+        """Returns the queries in spans of this length; the last one may be shorter."""
+        return [slice(start, min(start + length, self.queries)) for start in range(0, self.queries, length)]
+
     def reach(self, queries: slice) -> slice:
         """Returns the keys that any of these queries sees; an empty slice if they see none."""
         offset, first, last = self.first_query, 0, self.keys

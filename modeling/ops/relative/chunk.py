@@ -191,6 +191,6 @@ class RelativeChunk(NamedTuple):
 
 def relative_chunks(structure: Structure, later_rows: int) -> list[RelativeChunk]:
     """Divides the queries, which end where the keys end, into chunks of `CHUNK`; those that see no key are left out."""
-    spans = [slice(start, min(start + CHUNK, structure.queries)) for start in range(0, structure.queries, CHUNK)]
+    spans = structure.query_spans(CHUNK)
     chunks = [RelativeChunk(span, structure.reach(span), structure, later_rows) for span in spans]
     return [chunk for chunk in chunks if chunk.keys.stop > chunk.keys.start]

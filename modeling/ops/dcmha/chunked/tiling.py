@@ -74,15 +74,11 @@ class QueryChunk(NamedTuple):
 def read_tables(inputs: ChunkedInputs, structure: Structure, dtype: torch.dtype) -> TableBlocks:
     """The tables of a call as blocks in `dtype`, of which the chunks of all items read views."""
     most = _chunk_queries(structure, inputs.query.shape[1])
-    spans = _query_spans(structure, most)
+    spans = structure.query_spans(most)
     positions, reaches = [span.start + structure.first_query for span in spans], list(map(structure.reach, spans))
     grid = grid_of(positions, reaches, most)
     tables = (inputs.position_bias, inputs.position_gain)
     return TableBlocks(grid, *(None if table is None else grid.spread(table, dtype) for table in tables))
-
-
-def _query_spans(structure: Structure, most: int) -> list[slice]:
-    return [slice(start, min(start + most, structure.queries)) for start in range(0, structure.queries, most)]
 
 
 def composer_for(inputs: ChunkedInputs, structure: Structure) -> ChunkComposer:
@@ -145,7 +141,7 @@ def query_chunks(structure: Structure, item: Item, composer: ChunkComposer, buff
     """
     heads = item.query.shape[0]
     most = _chunk_queries(structure, heads)
-    query_spans = _query_spans(structure, most)
+    query_spans = structure.query_spans(most)
     key_spans = [_key_span(structure, span, item.first_keys) for span in query_spans]
     largest = min(most, structure.queries) * heads * max(map(_length, key_spans), default=0)
     memory = item.query.new_empty(buffers, largest)
