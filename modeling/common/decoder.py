@@ -105,7 +105,7 @@ class DecoderBody:
         """Checks and completes the caller's arguments."""
         if given.past_key_values is not None:
             check_keeps_cache(self, given.past_key_values)
-        return prepare_decoder_inputs(self.config, self.embed_tokens, given, self.prepare_cache, self.make_masks)
+        return prepare_decoder_inputs(self, given)
 
     def prepare_cache(self, cache: Cache) -> None:
         """Makes `cache`, in place, keep what the family's layers need besides keys and values; here nothing."""

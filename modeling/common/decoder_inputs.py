@@ -83,27 +83,20 @@ def with_absolute_positions(config: Any, embed_positions: nn.Module | None, inpu
     return embeddings + embed_positions(inputs.position_ids).to(embeddings.dtype)
 
 
-def prepare_decoder_inputs(
-    config: PreTrainedConfig,
-    embed_tokens: nn.Module,
-    given: DecoderArguments,
-    prepare_cache: Callable[[Cache], None],
-    make_masks: Callable[[DecoderArguments, Tensor, Tensor | None], dict[str, Tensor | None]],
-) -> DecoderInputs:
+def prepare_decoder_inputs(decoder: Any, given: DecoderArguments) -> DecoderInputs:
     """Checks the arguments of a decoder's forward pass and fills in what the caller left out.
 
     Args:
-        embed_tokens: maps token ids `[B, T]` to embeddings `[B, T, E]`.
-        prepare_cache: is called with the given or new cache before its length is read.
-        make_masks: makes a mask for each layer type from the arguments, the embeddings `[B, T, E]` and the starts of
-            packed documents `[B, T]`. It is not called if the caller prepared the masks.
+        decoder: a `DecoderBody`. Its `prepare_cache` is called with the given or new cache before the length of that is
+            read, and its `make_masks` unless the caller prepared the masks.
 
     Raises:
         ValueError: shapes do not fit, a row of the batch is all padding, a mask leaves out cached tokens or hides those
             of packed documents, or the cache has no room for the new tokens.
     """
+    config = decoder.config
     check_tokens(given.input_ids, given.inputs_embeds)
-    inputs_embeds = embed_tokens(given.input_ids) if given.inputs_embeds is None else given.inputs_embeds
+    inputs_embeds = decoder.embed_tokens(given.input_ids) if given.inputs_embeds is None else given.inputs_embeds
     check_position_ids(given.position_ids, inputs_embeds)
     is_of_both = isinstance(given.past_key_values, EncoderDecoderCache)  # has no layers of its own
     if is_of_both or not isinstance(given.past_key_values, (Cache, type(None))):
@@ -119,14 +112,14 @@ def prepare_decoder_inputs(
     if given.use_cache and cache is None:
         cache = DynamicCache(config=config)
     if cache is not None:
-        prepare_cache(cache)
+        decoder.prepare_cache(cache)
         check_cached_length(given.attention_mask, inputs_embeds, cache)
     position_ids = given.position_ids
     if position_ids is None:
         position_ids = default_positions(config, given.attention_mask, inputs_embeds, cache, starts)
     masks = given.attention_mask
     if not isinstance(masks, dict):
-        masks = make_masks(given, inputs_embeds, starts)
+        masks = decoder.make_masks(given, inputs_embeds, starts)
     if missing := sorted(set(config.layer_types) - set(masks)):
         raise ValueError(f"attention_mask has no mask for the layer types {missing}; give one for each, or None")
     return DecoderInputs(inputs_embeds, position_ids, cache, masks, starts)
