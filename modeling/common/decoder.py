@@ -1,9 +1,11 @@
 """The decoder without a head, as every family has it: flags for Transformers and the forward pass."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -12,15 +14,15 @@ from ..caches.names import NEW_NAME, OLD_NAME, named_cache, takes_either_name
 from ..layers.attention_interface import implementation_for
 from ..serving.requirements import check_paged_cache
 from .activation_checkpointing import check_keeps_cache
-from .decoder_inputs import (
-    DecoderArguments,
-    DecoderInputs,
-    make_causal_masks,
-    prepare_decoder_inputs,
-    refuse_later_tokens,
-)
+from .decoder_inputs import DecoderArguments, DecoderInputs, prepare_decoder_inputs, refuse_later_tokens
 from .family_model import FamilyPreTrainedModel
 from .layer_types import typed_layers
+from .packed_documents import not_before_document
+
+MASK_MAKERS: dict[str, Callable[..., Any]] = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+}
 
 
 class DecoderPreTrainedModel(FamilyPreTrainedModel):
@@ -113,8 +115,30 @@ class DecoderBody:
     def make_masks(
         self, given: DecoderArguments, inputs_embeds: Tensor, starts: Tensor | None
     ) -> dict[str, Tensor | None]:
-        """The mask of each layer type, for embeddings `[B, T, E]` and the starts of packed documents `[B, T]`."""
-        return make_causal_masks(self.config, given, inputs_embeds, starts)
+        """Transformers' mask for each layer type, in the form that the attention implementation takes.
+
+        The masks keep packed documents apart, whose `starts` are `[B, T]`; only models that run with this package's ops
+        pass the starts to those instead, because a complete mask takes memory quadratic in the length. Transformers can
+        itself search positions for packed documents, but takes every jump for a border, so it gets no positions.
+
+        Args:
+            inputs_embeds: `[B, T, E]`.
+        """
+        config, apart = self.config, None
+        if starts is not None and not (
+            getattr(config, "composes", False) or getattr(config, "has_distance_tables", False)
+        ):
+            apart = not_before_document(starts)
+        return {
+            layer_type: MASK_MAKERS[layer_type](
+                config=config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=given.attention_mask,
+                and_mask_function=apart,
+                **named_cache(given.past_key_values),
+            )
+            for layer_type in sorted(set(config.layer_types))
+        }
 
     def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, dict[str, Any]]]:
         """The first layer's hidden states `[B, T, E]`, and what the family passes to the layers of each type."""

@@ -1,18 +1,15 @@
 """Completes the arguments of a decoder's forward pass, and derives what its layers read from them."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, EncoderDecoderCache
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils.import_utils import is_tracing
 
 from ...configuration.field_rules import ABSOLUTE_SCHEMES
 from ..caches.key_places import past_tokens_within
-from ..caches.names import named_cache
 from ..positions.absolute import check_learned_positions
 from .input_checks import (
     check_attention_mask,
@@ -23,12 +20,7 @@ from .input_checks import (
     is_complete_mask,
     mask_beside_borders,
 )
-from .packed_documents import not_before_document, packed_starts, starts_by_borders
-
-MASK_MAKERS: dict[str, Callable[..., Any]] = {
-    "full_attention": create_causal_mask,
-    "sliding_attention": create_sliding_window_causal_mask,
-}
+from .packed_documents import packed_starts, starts_by_borders
 
 
 class DecoderArguments(NamedTuple):
@@ -211,27 +203,3 @@ def positions_of_real_tokens(attention_mask: Any, cache: Cache | None, length: i
         return None
     counted = (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
     return counted.index_select(1, new_columns(attention_mask, cache, length))
-
-
-def make_causal_masks(
-    config: PreTrainedConfig, given: DecoderArguments, inputs_embeds: Tensor, starts: Tensor | None
-) -> dict[str, Tensor | None]:
-    """Transformers' mask for each layer type of the model, in the form that its attention implementation takes.
-
-    The masks keep packed documents apart, whose `starts` are `[B, T]`; only models that run with this package's ops
-    pass the starts to those instead, because a complete mask takes memory quadratic in the length. Transformers can
-    itself search positions for packed documents, but takes every jump for a border, so it gets no positions.
-    """
-    apart = None
-    if starts is not None and not (getattr(config, "composes", False) or getattr(config, "has_distance_tables", False)):
-        apart = not_before_document(starts)
-    return {
-        layer_type: MASK_MAKERS[layer_type](
-            config=config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=given.attention_mask,
-            and_mask_function=apart,
-            **named_cache(given.past_key_values),
-        )
-        for layer_type in sorted(set(config.layer_types))
-    }
