@@ -62,7 +62,6 @@ class ComposedConfig(CompositionConfig):
             to the model's dtype; by default the rotation itself runs in the model's dtype.
     """
 
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
     base_model_pp_plan: ClassVar[dict[str, Any]] = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),

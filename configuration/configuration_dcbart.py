@@ -1,6 +1,6 @@
 """DCBart: an encoder-decoder like BART and Marian, with dynamically composed attention heads (arXiv 2405.08553)."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 
@@ -45,7 +45,6 @@ class DCBartConfig(CompositionConfig):
     """
 
     model_type = "dcbart"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     vocab_size: int = 32000
     hidden_size: int = 512

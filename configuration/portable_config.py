@@ -37,6 +37,8 @@ class PortableConfig(PreTrainedConfig):
     # None, because there Transformers copies the files.
     code_writer: ClassVar[Callable[[PreTrainedConfig, Path], object] | None] = None
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}
+    # Outputs that a Trainer does not collect in evaluation, where a model has them: its cache, by either name.
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     def __post_init__(self, **kwargs: Any) -> None:
         if foreign := [name for name in VISIBILITY_FIELDS if kwargs.get(name) is not None]:

@@ -1,6 +1,6 @@
 """The attention fields that RCMHA's language models and encoder-decoders share."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 
@@ -27,8 +27,6 @@ class RelativeConfig(PortableConfig):
         hidden_dropout, attention_dropout (`float`, default to 0.0): dropout of the outputs of attention and MLP, and of
             the attention probabilities.
     """
-
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     head_dim: int | None = None
     attention_type: str = "rcmha"
