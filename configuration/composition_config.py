@@ -90,12 +90,10 @@ class CompositionConfig(PortableConfig):
                 f"mixer={kwargs['mixer']!r} is an option of from_size; here, give the fields that it stands for: "
                 f"{type(self).__name__}(**dynattn.mixer_fields({kwargs['mixer']!r}), ...)"
             )
-        self.validate_fields()
-        self.fill_defaults()
         super().__post_init__(**kwargs)
 
     def fill_defaults(self) -> None:
-        """Sets the fields that were left out and follow from others."""
+        """Also sets the number of key heads and the width of a head."""
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:

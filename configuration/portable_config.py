@@ -41,6 +41,8 @@ class PortableConfig(PreTrainedConfig):
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self.validate_fields()
+        self.fill_defaults()
         if foreign := [name for name in VISIBILITY_FIELDS if kwargs.get(name) is not None]:
             raise ValueError(f"{type(self).__name__} has no {foreign}: all layers see the same tokens; leave them out")
         # Trainers read `auto_map` of every configuration whose class is not part of Transformers.
@@ -52,10 +54,13 @@ class PortableConfig(PreTrainedConfig):
     def validate_fields(self) -> None:
         """Part of the strict validation: every field keeps the rule of its name.
 
-        Subclasses also call it before they derive fields from others, so that a wrong value gets the error of its own
-        rule and not one of the arithmetic.
+        It is also called before fields are derived from others, so that a wrong value gets the error of its own rule
+        and not one of the arithmetic.
         """
         check_fields(self)
+
+    def fill_defaults(self) -> None:
+        """Sets the fields that were left out and follow from others; here none."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as Transformers writes them, without `auto_map` if it is empty."""

@@ -1,7 +1,5 @@
 """The attention fields that RCMHA's language models and encoder-decoders share."""
 
-from typing import Any
-
 from huggingface_hub.dataclasses import strict
 
 from .field_rules import check_choices
@@ -40,13 +38,8 @@ class RelativeConfig(PortableConfig):
     lm_head_bias: bool = True
     use_cache: bool = True
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        self.validate_fields()
-        self.fill_defaults()
-        super().__post_init__(**kwargs)
-
     def fill_defaults(self) -> None:
-        """Sets the fields that were left out and follow from others."""
+        """Also sets the width of a head, and whether queries and keys have a bias."""
         if self.head_dim is None:
             self.head_dim = default_head_dim(self.hidden_size, self.num_attention_heads)
         if self.qk_bias is None:
