@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...distance_tables import DistanceTables, at_distances
 from ...dtypes import at_least_float32
-from ...masking import join_mask, key_distances, masked_softmax, split_mask
+from ...masking import key_distances, masked_softmax, split_mask
 from ...scaled_products import scaled_bmm
 from ..composition import SIDES, TENSORS, Composition, from_list, list_tensors
 from .arguments import DecodeStep
@@ -90,14 +90,10 @@ def _(query: Tensor, *_: Any) -> Tensor:
 
 def _decode_in_pytorch(step: DecodeStep) -> Tensor:
     """`attend_to_cache` in differentiable PyTorch, for any arguments."""
-    query, key, value, pre, post, scaling, mask, tables = step
-    bias, gain = _rows_by_distance(tables, key.shape[2], query.device)
-    if bias is not None and not tables.compose_bias:
-        mask, bias = _with_bias(mask, bias), None
-    batch, heads, _, width = query.shape
-    scores = multiply_cached(query.squeeze(2), key.transpose(-1, -2), scaling)  # [B, H, S]
-    probs = map_scores(scores, pre, post, None if mask is None else mask.squeeze(2), bias, gain)
-    return multiply_cached(probs.to(value.dtype), value).view(batch, 1, heads, width)
+    batch, heads, _, width = step.query.shape
+    scores = multiply_cached(step.query.squeeze(2), step.key.transpose(-1, -2), step.scaling)  # [B, H, S]
+    probs = map_scores(scores, step)
+    return multiply_cached(probs.to(step.value.dtype), step.value).view(batch, 1, heads, width)
 
 
 def _rows_by_distance(tables: DistanceTables, keys: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -109,38 +105,21 @@ def _rows_by_distance(tables: DistanceTables, keys: int, device: torch.device) -
     return bias, gain
 
 
-def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor | None:
-    """A mask, four dimensions that broadcast to `[B, H, 1, S]`, that also adds `bias` `[H, S]`."""
-    bias = bias[None, :, None]
-    visible, added = split_mask(mask)
-    return join_mask(visible, bias if added is None else bias + added)
-
-
-def map_scores(
-    scores: Tensor,
-    pre: Composition | None,
-    post: Composition | None,
-    mask: Tensor | None,
-    bias: Tensor | None = None,
-    gain: Tensor | None = None,
-) -> Tensor:
-    """Turns the scores `[B, H, S]` of one query into composed probabilities `[B, H, S]`, in at least float32.
-
-    Args:
-        mask: three dimensions that broadcast to `[B, H, S]`.
-        bias: `[H, S]`, added before the first composition.
-        gain: `[H, S]`, multiplies the probabilities before the second composition.
-    """
+def map_scores(scores: Tensor, step: DecodeStep) -> Tensor:
+    """Turns the scores `[B, H, S]` of a step into composed probabilities `[B, H, S]`, in at least float32."""
+    bias, gain = _rows_by_distance(step.tables, scores.shape[2], scores.device)
     maps = scores.to(at_least_float32(scores.dtype)).transpose(1, 2).contiguous()
-    if bias is not None:
+    if bias is not None and step.tables.compose_bias:
         maps = maps + bias.t()
-    if pre is not None:
-        maps = compose_maps(maps, pre)
-    maps = _softmax(maps, None if mask is None else mask.transpose(1, 2))
+    if step.pre is not None:
+        maps = compose_maps(maps, step.pre)
+    if bias is not None and not step.tables.compose_bias:
+        maps = maps + bias.t()
+    maps = _softmax(maps, None if step.mask is None else step.mask.squeeze(2).transpose(1, 2))
     if gain is not None:
         maps = maps * gain.t()
-    if post is not None:
-        maps = compose_maps(maps, post)
+    if step.post is not None:
+        maps = compose_maps(maps, step.post)
     return maps.transpose(1, 2).contiguous()
 
 
