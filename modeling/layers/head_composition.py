@@ -124,10 +124,10 @@ class DynamicComposition(nn.Module):
         # the weight, and DistributedDataParallel warns about a copy otherwise.
         products = self.factor_weight.flatten(0, 1)
         hidden = hidden.unflatten(-1, products.shape[:2])
-        factors = torch.einsum("btpk,pkrh->bprth", hidden, products)
-        factors = factors.unflatten(1, self.factor_weight.shape[:2]).permute(0, 2, 3, 4, 1, 5)  # [B, C, 2R, T, G, H/G]
-        down, up = factors.split(self.rank, dim=2)
-        return torch.cat([rms_norm(down, self.eps), up], dim=2).flatten(4)
+        factors = torch.einsum("btpk,pkrh->pbtrh", hidden, products)
+        down, up = factors.split(self.rank, dim=3)
+        factors = torch.cat([rms_norm(down, self.eps), up], dim=3)
+        return factors.unflatten(0, self.factor_weight.shape[:2]).permute(2, 1, 4, 3, 0, 5).flatten(4)
 
     def _by_stage(self, side: Tensor) -> tuple[Tensor, ...]:
         """The terms `[B, T or S, terms, H]` of each stage, as views of a side's `[B, P * terms, T or S, H]`."""

@@ -38,8 +38,9 @@ def plain_attention(
     attention_mask = with_first_keys(attention_mask, first_keys, keys, query.device)
     # SDPA's own causal mask puts the first query at the first key. That is right only for as many queries as keys. On
     # CPUs PyTorch multiplies its -inf by the scaling, which gives infinity or NaN unless the scaling is positive.
-    has_own_mask = queries == keys and tables.offset is None and scaling > 0
-    if is_causal and has_own_mask and sliding_window is None and attention_mask is None and tables.bias is None:
+    # Lengths are compared last: `torch.export` makes each comparison a condition on the inputs of its program.
+    is_structural = is_causal and sliding_window is None and attention_mask is None and not tables.has_any
+    if is_structural and scaling > 0 and queries == keys:
         return attend_with_mask(query, key, value, None, None, scaling, is_causal=True), None
     given, bias = split_mask(attention_mask)
     structural = visible_keys(

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.seq2seq import make_model, random_tokens
 from transformers import PreTrainedModel
 
 from dynattn import (
@@ -84,15 +85,15 @@ def test_an_exported_vision_transformer_serves_all_batches(fields: dict[str, Any
 
 
 @torch.no_grad()
-def test_an_exported_vision_transformer_serves_all_image_sizes() -> None:
+def test_an_exported_vision_transformer_serves_all_batches_and_image_sizes() -> None:
     config = DCViTConfig.from_size("tiny", position_embedding_type="learned", image_size=16, patch_size=4)
     model = DCViTForImageClassification(config).eval()
     sides = {2: 4 * torch.export.Dim("rows", min=2, max=64), 3: 4 * torch.export.Dim("columns", min=2, max=64)}
     given = {"pixel_values": torch.randn(2, config.num_channels, 16, 24), "interpolate_pos_encoding": True}
-    shapes = {"pixel_values": sides, "interpolate_pos_encoding": None}
+    shapes = {"pixel_values": {0: torch.export.Dim("batch"), **sides}, "interpolate_pos_encoding": None}
     exported = torch.export.export(model, (), given, dynamic_shapes=shapes).module()
-    for size in ((16, 16), (32, 20)):
-        given["pixel_values"] = torch.randn(2, config.num_channels, *size)
+    for batch, size in ((1, (16, 16)), (3, (32, 20))):
+        given["pixel_values"] = torch.randn(batch, config.num_channels, *size)
         torch.testing.assert_close(exported(**given).logits, model(**given).logits, atol=1e-5, rtol=1e-5)
 
 
@@ -107,4 +108,19 @@ def test_an_exported_text_classifier_serves_all_batches_and_lengths() -> None:
         ids = torch.randint(9, 90, (batch, length))
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         given["attention_mask"][0, -3:] = 0
+        torch.testing.assert_close(exported(**given).logits, model(**given).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dcbart", "rcmha", "mha"])
+@torch.no_grad()
+def test_an_exported_encoder_decoder_serves_all_batches_and_lengths(kind: str) -> None:
+    model = make_model(kind)
+    batch, lengths = torch.export.Dim("batch"), [torch.export.Dim(name, min=2, max=64) for name in ("source", "target")]
+    names = ("input_ids", "decoder_input_ids")
+    shapes: dict[str, Any] = {name: {0: batch, 1: length} for name, length in zip(names, lengths, strict=True)}
+    given = {"input_ids": random_tokens(3, 5), "decoder_input_ids": random_tokens(3, 6), "use_cache": False}
+    shapes["use_cache"] = None
+    exported = torch.export.export(model, (), given, dynamic_shapes=shapes, strict=False).module()
+    for rows, read, written in ((1, 9, 4), (2, 4, 9), (4, 7, 7)):
+        given |= {"input_ids": random_tokens(rows, read), "decoder_input_ids": random_tokens(rows, written)}
         torch.testing.assert_close(exported(**given).logits, model(**given).logits, atol=1e-5, rtol=1e-5)
