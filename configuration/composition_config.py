@@ -130,6 +130,10 @@ class CompositionConfig(PortableConfig):
     @property
     def composes(self) -> bool:
         """Whether heads are mixed at all; if not, the model is a plain Transformer."""
+        return self.mixes_heads()
+
+    def mixes_heads(self) -> bool:
+        """What `composes` says, for subclasses to extend: `torch.compile` cannot read a property of `super()`."""
         terms = bool(self.compose_sides) or self.compose_static or self.differential_heads
         return bool(self.compose_stages) and terms
 

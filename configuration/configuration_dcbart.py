@@ -84,10 +84,9 @@ class DCBartConfig(CompositionConfig):
         if self.decoder_layers is None:
             self.decoder_layers = self.num_hidden_layers
 
-    @property
-    def composes(self) -> bool:
+    def mixes_heads(self) -> bool:
         """Whether heads are mixed in any attention of the model."""
-        return super().composes and (self.compose_encoder or self.compose_decoder or self.compose_cross)
+        return super().mixes_heads() and (self.compose_encoder or self.compose_decoder or self.compose_cross)
 
     def composes_in(self, place: str) -> bool:
         """Whether one kind of attention mixes heads; `place` is `"encoder"`, `"decoder"` or `"cross"`."""

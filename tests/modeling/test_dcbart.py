@@ -174,3 +174,10 @@ def test_fewer_tokens_keep_their_bias() -> None:
     kept = model.final_logits_bias[:, :2000].clone()
     model.resize_token_embeddings(2000)
     assert torch.equal(model.final_logits_bias, kept)
+
+
+@torch.no_grad()
+def test_a_compiled_plain_model_gives_the_logits_of_one_that_is_not() -> None:
+    model, source, target = make_model(**OFF), random_tokens(2, 5), random_tokens(2, 4)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(whole(compiled, source, target), whole(model, source, target), atol=1e-5, rtol=1e-5)
