@@ -10,7 +10,7 @@ from torch import Tensor
 from ..dtypes import at_least_float32
 from ..masking import Structure, four_dimensional, split_mask
 from ..modes import autocast, refuse_second_derivatives, under_transforms
-from ..operator_schema import arguments_of
+from ..operator_schema import arguments_of, results_of, tensors_for
 from .chunk import Operands, RelativeChunk, relative_chunks
 from .eager import NO_TERMS, PositionTerms, relative_eager
 
@@ -43,8 +43,9 @@ class RelativeSettings(NamedTuple):
 
 
 ARGUMENTS = arguments_of(RelativeInputs, RelativeSettings)
-# The number of tensors that have gradients, which are the first fields of `RelativeInputs`.
-DIFFERENTIABLE = RelativeInputs._fields.index("attention_mask")
+ARGUMENT_NAMES = (*RelativeInputs._fields, *RelativeSettings._fields)
+# The tensors that have gradients, which are the first fields of `RelativeInputs`.
+DIFFERENTIABLE = RelativeInputs._fields[: RelativeInputs._fields.index("attention_mask")]
 
 
 @under_transforms(relative_eager)
@@ -136,10 +137,10 @@ def _forward_op(*arguments: Any) -> Tensor:
 @torch.library.custom_op(
     "dynattn::relative_chunked_backward",
     mutates_args=(),
-    schema=f"(Tensor grad_output, {ARGUMENTS}) -> Tensor[]",
+    schema=f"(Tensor grad_output, {ARGUMENTS}) -> {tensors_for(DIFFERENTIABLE)}",
 )
-def _backward_op(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
-    """The gradients of the `DIFFERENTIABLE` inputs that are given, each in the shape of its tensor.
+def _backward_op(grad_output: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """The gradients of the `DIFFERENTIABLE` inputs, each in the shape of its tensor; empty for those that are absent.
 
     `grad_output` is `[B, T, H, D]`; the other arguments are those of `_forward_op`.
     """
@@ -161,7 +162,7 @@ def _backward_op(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
             # These maps would otherwise be kept beside those by distance.
             del probs, weights, grad_probs
             chunk.accumulate(operands, grads, grad_scores.mul_(settings.scaling).to(inputs.query.dtype))
-        return _as_given(grads, operands)
+    return results_of(_as_given(grads, operands), DIFFERENTIABLE, grad_output)
 
 
 def _as_tuples(arguments: Sequence[Any]) -> tuple[RelativeInputs, RelativeSettings]:
@@ -183,9 +184,11 @@ def _(query: Tensor, *_: Any) -> Tensor:
 
 
 @_backward_op.register_fake
-def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
+def _(grad_output: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Empty gradients in the shapes of their operands, `query` `[B, H, T, D]` first."""
-    return [tensor.new_empty(tensor.shape) for tensor in arguments[:DIFFERENTIABLE] if tensor is not None]
+    given = zip(DIFFERENTIABLE, arguments, strict=False)
+    grads = {name: tensor.new_empty(tensor.shape) for name, tensor in given if tensor is not None}
+    return results_of(grads, DIFFERENTIABLE, grad_output)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -196,10 +199,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of all arguments of `_forward_op`, from that of its output `[B, T, H, D]`."""
-    tensors = ctx.saved_tensors
-    grads = iter(_backward_op(grad_output, *tensors, *ctx.settings))
-    given = [None if tensor is None else next(grads) for tensor in tensors[:DIFFERENTIABLE]]
-    return *given, *(None for _ in (*tensors[DIFFERENTIABLE:], *ctx.settings))
+    results = _backward_op(grad_output, *ctx.saved_tensors, *ctx.settings)
+    grads = dict(zip(DIFFERENTIABLE, results, strict=True))
+    needed = zip(ARGUMENT_NAMES, ctx.needs_input_grad, strict=True)
+    return tuple(grads[name] if is_needed else None for name, is_needed in needed)
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)
@@ -233,17 +236,16 @@ def _zeros_like(operands: Operands) -> Operands:
     return given._replace(**zeros)
 
 
-def _as_given(grads: Operands, operands: Operands) -> list[Tensor]:
-    """Gradients in the layout of the op's arguments, `query` `[B, H, T, D]` first, and in the dtypes of the operands.
+def _as_given(grads: Operands, operands: Operands) -> dict[str, Tensor]:
+    """Gradients by name in the layout of the op's arguments, such as `query` `[B, H, T, D]`, and in their dtypes.
 
     Absent operands are left out.
     """
-    given = [
-        *(x.transpose(0, 1) for x in (grads.query, grads.key, grads.value)),
-        None if grads.embeddings is None else grads.embeddings.transpose(0, 1).flip(0),
-        None if grads.bias is None else grads.bias.T.flip(0),
-        None if grads.content_bias is None else grads.content_bias[:, 0, 0],
-    ]
-    dtypes = [operand.dtype for operand in operands[:DIFFERENTIABLE] if operand is not None]
-    present = [grad for grad in given if grad is not None]
-    return [grad.to(dtype).contiguous() for grad, dtype in zip(present, dtypes, strict=True)]
+    given = {name: getattr(grads, name).transpose(0, 1) for name in ("query", "key", "value")}
+    if grads.embeddings is not None:
+        given["embeddings"] = grads.embeddings.transpose(0, 1).flip(0)
+    if grads.bias is not None:
+        given["bias"] = grads.bias.T.flip(0)
+    if grads.content_bias is not None:
+        given["content_bias"] = grads.content_bias[:, 0, 0]
+    return {name: grad.to(getattr(operands, name).dtype).contiguous() for name, grad in given.items()}

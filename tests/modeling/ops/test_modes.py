@@ -91,6 +91,19 @@ def test_second_derivatives_of_chunked_attention_are_refused(attend: Callable[..
         torch.autograd.grad(gradient("chunked").square().sum(), query)
 
 
+@pytest.mark.parametrize("attend", [dcmha_attention, relative_attention])
+def test_rows_of_a_jacobian_are_computed_together(attend: Callable[..., Any]) -> None:
+    """`vectorize=True` batches gradients with an older `vmap` than that of `torch.func`."""
+    query, key, value = torch.randn(3, 1, 2, 6, 4, dtype=torch.float64)
+    found, expected = (
+        torch.autograd.functional.jacobian(
+            lambda *inputs, name=name: attend(*inputs, implementation=name), (query, key, value), vectorize=True
+        )
+        for name in ("chunked", "eager")
+    )
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("case", [Case(6, 6), Case(1, 6), Case(6, 9, tables=("bias",), offset=2)])
 def test_transforms_have_the_derivatives_of_the_reference(case: Case) -> None:
     torch.manual_seed(0)

@@ -14,14 +14,15 @@ from torch import Tensor
 from ...distance_tables import NO_TABLES, DistanceTables
 from ...masking import four_dimensional, mask_one_query, with_first_keys
 from ...modes import autocast, refuse_second_derivatives, under_transforms, without_autocast
-from ...operator_schema import arguments_of
+from ...operator_schema import arguments_of, results_of, tensors_for
 from ..composition import Composition, pack_factors
 from ..eager import dcmha_eager
-from .arguments import INTEGERS, ChunkedInputs, ChunkedSettings, DecodeStep
+from .arguments import DIFFERENTIABLE, ChunkedInputs, ChunkedSettings, DecodeStep
 from .decode import attend_to_cache
 from .passes import attend, attend_backward
 
 ARGUMENTS = arguments_of(ChunkedInputs, ChunkedSettings)
+ARGUMENT_NAMES = (*ChunkedInputs._fields, *ChunkedSettings._fields)
 
 
 @torch.library.custom_op("dynattn::dcmha_chunked", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
@@ -35,13 +36,14 @@ def _forward_op(*arguments: Any) -> Tensor:
 @torch.library.custom_op(
     "dynattn::dcmha_chunked_backward",
     mutates_args=(),
-    schema=f"(Tensor grad_output, {ARGUMENTS}, bool mask_needs_grad) -> Tensor[]",
+    schema=f"(Tensor grad_output, {ARGUMENTS}, bool mask_needs_grad) -> {tensors_for(DIFFERENTIABLE)}",
 )
-def _backward_op(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
+def _backward_op(grad_output: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """`attend_backward` for the gradient `[B, T, H, D]` of the output; other arguments as for `_forward_op`."""
     inputs, settings = _as_tuples(arguments[:-1])
     with torch.no_grad(), torch.autocast(inputs.query.device.type, enabled=False):
-        return attend_backward(grad_output, inputs, settings, arguments[-1])
+        grads = attend_backward(grad_output, inputs, settings, arguments[-1])
+    return results_of(grads, DIFFERENTIABLE, grad_output)
 
 
 def _as_tuples(arguments: Sequence[Any]) -> tuple[ChunkedInputs, ChunkedSettings]:
@@ -58,15 +60,11 @@ def _(query: Tensor, *_: Any) -> Tensor:
 
 
 @_backward_op.register_fake
-def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
-    """Empty tensors in the shapes of what `attend_backward` returns: `[B, H, T, D]` first, for the query."""
-    inputs = ChunkedInputs(*arguments[: len(ChunkedInputs._fields)])
-    mask_needs_grad = arguments[-1]
-    return [
-        tensor.new_empty(0 if name == "mask" and not mask_needs_grad else tensor.shape)
-        for name, tensor in inputs._asdict().items()
-        if tensor is not None and name not in INTEGERS
-    ]
+def _(grad_output: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """Empty tensors in the shapes of what `_backward_op` returns: `[B, H, T, D]` first, for the query."""
+    inputs, _ = _as_tuples(arguments[:-1])
+    grads = {name: tensor.new_empty(tensor.shape) for name, tensor in inputs.differentiable(arguments[-1]).items()}
+    return results_of(grads, DIFFERENTIABLE, grad_output)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -77,16 +75,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """One gradient for each argument of `_forward_op`, from that of its output `[B, T, H, D]`."""
-    inputs = ChunkedInputs(*ctx.saved_tensors)
-    mask_needs_grad = ctx.needs_input_grad[ChunkedInputs._fields.index("mask")]
-    computed = iter(_backward_op(grad_output, *inputs, *ctx.settings, mask_needs_grad))
-    grads: dict[str, Tensor | None] = {
-        name: None if tensor is None or name in INTEGERS else next(computed)
-        for name, tensor in inputs._asdict().items()
-    }
-    if not mask_needs_grad:
-        grads["mask"] = None
-    return *grads.values(), *(None for _ in ctx.settings)
+    needed = dict(zip(ARGUMENT_NAMES, ctx.needs_input_grad, strict=True))
+    results = _backward_op(grad_output, *ctx.saved_tensors, *ctx.settings, needed["mask"])
+    grads = dict(zip(DIFFERENTIABLE, results, strict=True))
+    return tuple(grads[name] if needed[name] else None for name in ARGUMENT_NAMES)
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)

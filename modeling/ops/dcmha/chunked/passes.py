@@ -6,7 +6,7 @@ from torch import Tensor
 from ...dtypes import at_least_float32
 from ...masking import Structure, part_of_mask
 from ..composition import SIDES
-from .arguments import INTEGERS, TABLES, ChunkedInputs, ChunkedSettings
+from .arguments import TABLES, ChunkedInputs, ChunkedSettings
 from .chunk import FactorGradients, ProductGradients, attend_chunk, attend_chunk_backward
 from .composers.interface import StageFactors
 from .distance_blocks import TableBlocks
@@ -56,15 +56,14 @@ def attend(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
 
 def attend_backward(
     grad_output: Tensor, inputs: ChunkedInputs, settings: ChunkedSettings, mask_needs_grad: bool
-) -> list[Tensor]:
+) -> dict[str, Tensor]:
     """Differentiates `attend`, whose maps it computes again.
 
     Args:
         grad_output: `[B, T, H, D]`.
 
     Returns:
-        The gradients of the `inputs` that are present, without `INTEGERS`, in their shapes and dtypes. That of the mask
-        is empty if it is not needed.
+        The gradients of `inputs.differentiable(mask_needs_grad)`, in their shapes and dtypes.
     """
     structure = Structure.of_call(inputs.query, inputs.key, inputs.offset, settings.is_causal, settings.sliding_window)
     library = library_for(inputs, settings)
@@ -110,16 +109,14 @@ class _InputGradients:
         mask_needs_grad: bool,
         blocks: TableBlocks,
     ) -> None:
-        self.inputs, self.settings, self.mask_needs_grad, self.blocks = inputs, settings, mask_needs_grad, blocks
+        self.inputs, self.settings, self.blocks = inputs, settings, blocks
         self.sums: dict[str, Tensor] = {}
-        for name, tensor in zip(ChunkedInputs._fields, inputs, strict=True):
-            if tensor is None or name in (*INTEGERS, *TABLES):
+        for name, tensor in inputs.differentiable(mask_needs_grad).items():
+            if name in TABLES:
                 continue
             shape = list(tensor.shape)
             if name.endswith("_key"):
                 shape = [shape[0], shape[2], shape[3], shape[1]]
-            if name == "mask" and not mask_needs_grad:
-                shape = [0]
             self.sums[name] = tensor.new_zeros(shape, dtype=dtype)
 
     def of_products(self, index: int, chunk: QueryChunk) -> ProductGradients:
@@ -130,7 +127,7 @@ class _InputGradients:
 
     def of_factors(self, index: int, chunk: QueryChunk) -> FactorGradients:
         """Views of the gradients of a chunk's factors, mask and tables, for one item."""
-        mask = mask_of_item(self.sums["mask"], index) if self.mask_needs_grad else None
+        mask = mask_of_item(self.sums["mask"], index) if "mask" in self.sums else None
         return FactorGradients(
             chunk.part_of(self._stage("pre", index, self.settings.pre_groups)),
             chunk.part_of(self._stage("post", index, self.settings.post_groups)),
@@ -143,7 +140,7 @@ class _InputGradients:
         query, key = (None if one is None else one[index] for one in sums)
         return StageFactors(query, key, self.sums.get(f"{name}_static"), groups)
 
-    def results(self) -> list[Tensor]:
+    def results(self) -> dict[str, Tensor]:
         """The gradients as `attend_backward` returns them."""
         for name in self.sums:
             if name.endswith("_key"):
@@ -151,4 +148,4 @@ class _InputGradients:
         for name, block in zip(TABLES, (self.blocks.bias, self.blocks.gain), strict=True):
             if block is not None:
                 self.sums[name] = self.blocks.grid.gather(block, getattr(self.inputs, name))
-        return [tensor.to(getattr(self.inputs, name).dtype).contiguous() for name, tensor in self.sums.items()]
+        return {name: sums.to(getattr(self.inputs, name).dtype).contiguous() for name, sums in self.sums.items()}

@@ -70,7 +70,7 @@ def attend_backward_in_c(
     settings: ChunkedSettings,
     structure: Structure,
     mask_needs_grad: bool,
-) -> list[Tensor]:
+) -> dict[str, Tensor]:
     """`passes.attend_backward` by the library of `library_for`.
 
     Args:
@@ -80,13 +80,12 @@ def attend_backward_in_c(
     # always in the same order.
     threads = 1 if mask_needs_grad else usable_threads()
     sums = _Sums(inputs, settings, table_grid(structure), mask_needs_grad)
-    mask_sums = sums.mask if mask_needs_grad else None
     chunk = _chunk_queries(structure, inputs.query.shape[1], 1)
-    problem = Problem(inputs, settings, structure, chunk, grad_output, mask_sums)
+    problem = Problem(inputs, settings, structure, chunk, grad_output, sums.mask)
     memory = torch.empty(library.backward_size(problem.address, threads), **C_FLOATS)
     addresses = array("l", [0 if one is None else one.data_ptr() for one in sums.by_item])
     library.backward(addresses.buffer_info()[0], memory.data_ptr(), problem.address, settings.scaling, threads)
-    return [tensor.to(getattr(inputs, name).dtype).contiguous() for name, tensor in sums.results()]
+    return {name: tensor.to(getattr(inputs, name).dtype).contiguous() for name, tensor in sums.results()}
 
 
 class _Sums:
@@ -108,7 +107,7 @@ class _Sums:
             None if one.key is None else zeros(batch, blocks, *one.key.shape[2:], BLOCK_KEYS) for one in stages
         ]
         self.matrices = [None if one.static is None else zeros(batch, blocks, heads, heads) for one in stages]
-        self.mask = None if inputs.mask is None else zeros(inputs.mask.shape if mask_needs_grad else 0)
+        self.mask = zeros(inputs.mask.shape) if inputs.mask is not None and mask_needs_grad else None
         self.tables = {
             name: None if getattr(inputs, name) is None else zeros(batch, heads, grid.columns) for name in TABLES
         }
@@ -119,7 +118,7 @@ class _Sums:
         )
 
     def results(self) -> Iterator[tuple[str, Tensor]]:
-        """The gradients of the inputs that are present, by name and in their shapes, without `INTEGERS`."""
+        """The gradients of the inputs by name and in their shapes."""
         keys, width = self.inputs.key.shape[2:]
         yield from (
             ("query", self.query),

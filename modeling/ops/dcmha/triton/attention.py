@@ -13,7 +13,7 @@ from torch import Tensor
 from ...distance_tables import NO_TABLES, DistanceTables
 from ...masking import four_dimensional, mask_one_query
 from ...modes import autocast, refuse_second_derivatives, under_transforms
-from ...operator_schema import arguments_of
+from ...operator_schema import arguments_of, results_of, tensors_for
 from ..chunked.attention import dcmha_chunked
 from ..composition import Composition, pack_factors
 from ..eager import dcmha_eager
@@ -165,6 +165,7 @@ def _attend(
 
 
 ARGUMENTS = arguments_of(MapInputs, MapSettings)
+ARGUMENT_NAMES = (*MapInputs._fields, *MapSettings._fields)
 
 
 @torch.library.custom_op("dynattn::dcmha_triton", mutates_args=(), schema=f"({ARGUMENTS}) -> (Tensor, Tensor)")
@@ -182,24 +183,19 @@ def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op(
     "dynattn::dcmha_triton_backward",
     mutates_args=(),
-    schema=f"(Tensor grad_output, Tensor lse, {ARGUMENTS}, bool[] table_gradients) -> Tensor[]",
+    schema=f"(Tensor grad_output, Tensor lse, {ARGUMENTS}, bool[] wanted) -> {tensors_for(DIFFERENTIABLE)}",
 )
-def _backward_op(grad_output: Tensor, lse: Tensor, *arguments: Any) -> list[Tensor]:
-    """`attend_backward` as an operator: the gradients of the given inputs, in their order, shapes and dtypes.
+def _backward_op(grad_output: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """`attend_backward` as an operator: the gradients of `DIFFERENTIABLE`, in the shapes and dtypes of the inputs.
 
     Those of tables by distance are empty unless the last argument, in the order of `TABLES`, has True for them.
     """
-    *others, table_gradients = arguments
-    inputs, settings = _as_tuples(others)
+    inputs, settings = _as_tuples(arguments[:-1])
     device = inputs.query.device
     with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.cuda.device_of(inputs.query):
-        wanted = [name for name, is_wanted in zip(TABLES, table_gradients, strict=True) if is_wanted]
-        grads = attend_backward(grad_output, lse, inputs, settings, wanted)
-    given = {name: tensor for name, tensor in zip(DIFFERENTIABLE, inputs, strict=False) if tensor is not None}
-    return [
-        contiguous(grads[name].to(tensor.dtype)) if name in grads else tensor.new_empty(0)
-        for name, tensor in given.items()
-    ]
+        grads = attend_backward(grad_output, lse, inputs, settings, _tables_of(arguments[-1]))
+        grads = {name: contiguous(grad.to(getattr(inputs, name).dtype)) for name, grad in grads.items()}
+    return results_of(grads, DIFFERENTIABLE, grad_output)
 
 
 def _as_tuples(arguments: Sequence[Any]) -> tuple[MapInputs, MapSettings]:
@@ -217,15 +213,17 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @_backward_op.register_fake
-def _(grad_output: Tensor, lse: Tensor, *arguments: Any) -> list[Tensor]:
+def _(grad_output: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Empty gradients in the shapes of the given inputs."""
-    given, unwanted = zip(DIFFERENTIABLE, arguments, strict=False), _unwanted(arguments[-1])
-    return [tensor.new_empty(0 if name in unwanted else tensor.shape) for name, tensor in given if tensor is not None]
+    unwanted = {*TABLES} - {*_tables_of(arguments[-1])}
+    given = {name: tensor for name, tensor in zip(DIFFERENTIABLE, arguments, strict=False) if tensor is not None}
+    grads = {name: tensor.new_empty(tensor.shape) for name, tensor in given.items() if name not in unwanted}
+    return results_of(grads, DIFFERENTIABLE, grad_output)
 
 
-def _unwanted(table_gradients: Sequence[bool]) -> set[str]:
-    """The names of the tables by distance whose gradients are not needed."""
-    return {name for name, is_wanted in zip(TABLES, table_gradients, strict=True) if not is_wanted}
+def _tables_of(wanted: Sequence[bool]) -> list[str]:
+    """The names of the tables by distance whose gradients are `wanted`, which is in the order of `TABLES`."""
+    return [name for name, is_wanted in zip(TABLES, wanted, strict=True) if is_wanted]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -239,11 +237,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     """Returns a gradient or None for each argument of `_forward_op`, given that of the output, `[B, T, H, D]`."""
     lse, *tensors = ctx.saved_tensors
-    table_gradients = [ctx.needs_input_grad[MapInputs._fields.index(name)] for name in TABLES]
-    grads = iter(_backward_op(grad_output, lse, *tensors, *ctx.settings, table_gradients))
-    computed = {name: next(grads) for name, tensor in zip(DIFFERENTIABLE, tensors, strict=False) if tensor is not None}
-    given = {name: grad for name, grad in computed.items() if name not in _unwanted(table_gradients)}
-    return *map(given.get, MapInputs._fields), *(None for _ in ctx.settings)
+    needed = dict(zip(ARGUMENT_NAMES, ctx.needs_input_grad, strict=True))
+    results = _backward_op(grad_output, lse, *tensors, *ctx.settings, [needed[name] for name in TABLES])
+    grads = dict(zip(DIFFERENTIABLE, results, strict=True))
+    return tuple(grads[name] if needed[name] else None for name in ARGUMENT_NAMES)
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)
