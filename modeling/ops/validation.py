@@ -1,4 +1,4 @@
-"""The checks that attention calls of every op and implementation have in common: values, shapes and dtypes.
+"""The checks that attention calls of every op and implementation have in common: values, shapes, dtypes and devices.
 
 No contents of tensors are read, because that would wait for a device in every layer of every decoding step. Arguments
 that pass are safe for code that trusts shapes, as C code does.
@@ -32,7 +32,7 @@ def check_call(
         attention_mask: up to four dimensions that broadcast to `[B, H, T, S]`.
 
     Raises:
-        ValueError: a shape, dtype or value does not fit; the message says what would.
+        ValueError: a shape, dtype, device or value does not fit; the message says what would.
     """
     if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
         raise ValueError(
@@ -50,7 +50,10 @@ def check_call(
             "must be equal, and the heads of the query a multiple of those of the key"
         )
     _check_dtypes(query, key, value)
+    _check_device("key", key, query)
+    _check_device("value", value, query)
     if attention_mask is not None:
+        _check_device("attention_mask", attention_mask, query)
         _check_mask(attention_mask, (batch, heads, queries, keys))
     check_window(sliding_window)
     if scaling is not None and not (is_number(scaling) and -math.inf < scaling < math.inf):
@@ -66,15 +69,22 @@ def check_window(sliding_window: int | None) -> None:
         )
 
 
-def check_dtype(name: str, tensor: Tensor, query: Tensor, *others: torch.dtype) -> None:
-    """Raises ValueError unless a tensor of any shape has the dtype of `query` `[B, H, T, D]` or one of `others`.
+def check_kind(name: str, tensor: Tensor, query: Tensor, *others: torch.dtype) -> None:
+    """Raises ValueError unless a tensor of any shape is on the device of `query` `[B, H, T, D]` and has its dtype.
 
-    Under autocast it may have any floating-point dtype.
+    The dtype may also be one of `others`, or under autocast any floating-point dtype.
     """
+    _check_device(name, tensor, query)
     if tensor.dtype == query.dtype or tensor.dtype in others:
         return
     if not (tensor.dtype in DTYPES and is_autocast_on(query.device)):
         raise ValueError(f"{name} is {tensor.dtype}; cast it to {query.dtype}, the dtype of query")
+
+
+def _check_device(name: str, tensor: Tensor, query: Tensor) -> None:
+    """Raises ValueError unless a tensor is on the device of `query`: one on `meta` would leave the result unset."""
+    if tensor.device != query.device:
+        raise ValueError(f"{name} is on {tensor.device}; move it to {query.device}, the device of query")
 
 
 def is_integer(value: Any) -> bool:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..distance_tables import NO_TABLES, DistanceTables, check_offset, check_table_lengths
-from ..validation import check_call, check_dtype, is_integer
+from ..validation import check_call, check_kind, is_integer
 from .composition import SIDES, Composition
 
 
@@ -21,7 +21,7 @@ def check_composed_call(
     first_keys: Tensor | None,
     tables: DistanceTables = NO_TABLES,
 ) -> None:
-    """Checks values, shapes and dtypes, but reads no contents of tensors; arguments are those of `dcmha_attention`.
+    """Checks values, shapes, dtypes and devices of the arguments of `dcmha_attention`, but reads no contents.
 
     Args:
         query: `[B, H, T, D]`.
@@ -54,7 +54,7 @@ def _check_tables(tables: DistanceTables, query: Tensor, key: Tensor, sliding_wi
     for name, table in tables.present.items():
         if table.ndim != 2 or table.shape[0] < 1 or table.shape[1] != heads:
             raise ValueError(f"{name} of shape {tuple(table.shape)} must be [L, {heads}] with at least one row")
-        check_dtype(name, table, query, torch.float32)
+        check_kind(name, table, query, torch.float32)
     check_table_lengths(tables.present, query.shape[2], keys, sliding_window, tables.offset)
     if tables.compose_bias and tables.bias is None:
         raise ValueError("compose_position_bias=True needs a position_bias to compose; give one, or leave it False")
@@ -79,7 +79,7 @@ def _check_stage(stage: str, composition: Composition, query: Tensor, key: Tenso
     if composition.static is not None and composition.static.shape != (heads, heads):
         _refuse(f"{stage}.static", composition.static, f"{(heads, heads)}")
     for name, factor in composition.tensors().items():
-        check_dtype(f"{stage}.{name}", factor, query, torch.float32)
+        check_kind(f"{stage}.{name}", factor, query, torch.float32)
 
 
 def _check_side(

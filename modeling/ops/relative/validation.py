@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..distance_tables import check_offset, check_table_lengths
-from ..validation import check_call, check_dtype, is_integer, is_number
+from ..validation import check_call, check_kind, is_integer, is_number
 from .eager import NO_TERMS, PositionTerms
 
 
@@ -20,7 +20,7 @@ def check_relative_call(
     dropout: float = 0.0,
     terms: PositionTerms = NO_TERMS,
 ) -> None:
-    """Checks values, shapes and dtypes, but reads no contents of tensors; arguments are those of `relative_attention`.
+    """Checks values, shapes, dtypes and devices of the arguments of `relative_attention`, but reads no contents.
 
     Args:
         query: `[B, H, T, D]`.
@@ -47,10 +47,10 @@ def check_relative_call(
     has_later_rows = is_causal or later_rows > 0
     if terms.embeddings is not None:
         _check_table("position_embeddings", terms.embeddings, (heads, width), has_later_rows)
-        check_dtype("position_embeddings", terms.embeddings, query)
+        check_kind("position_embeddings", terms.embeddings, query)
     if terms.bias is not None:
         _check_table("position_bias", terms.bias, (heads,), has_later_rows)
-        check_dtype("position_bias", terms.bias, query, torch.float32)
+        check_kind("position_bias", terms.bias, query, torch.float32)
     if attention_mask is None:
         sizes = (query.shape[2], key.shape[2])
         check_table_lengths(terms.tables, *sizes, sliding_window, terms.offset, later_rows, is_causal)
@@ -58,7 +58,7 @@ def check_relative_call(
         return
     if content_bias.shape != (heads, width):
         raise ValueError(f"content_bias of shape {tuple(content_bias.shape)} must be [{heads}, {width}]")
-    check_dtype("content_bias", content_bias, query)
+    check_kind("content_bias", content_bias, query)
 
 
 def _check_table(name: str, table: Tensor, row_shape: tuple[int, ...], has_later_rows: bool) -> None:

@@ -225,6 +225,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"key_gate": torch.ones(2, 11, 6, dtype=torch.double)}, "key_gate is torch.float64; cast it to torch.float32"),
     ({"static": torch.ones(6, 1, 6)}, r"static has shape \(6, 1, 6\); expected \(6, 6\)"),
     ({"static": torch.ones(6, 6, dtype=torch.long)}, "static is torch.int64; cast it to torch.float32"),
+    ({"static": torch.ones(6, 6, device="meta")}, "pre.static is on meta; move it to cpu, the device of query"),
+    ({"value": torch.ones(2, 6, 11, 4, device="meta")}, "value is on meta; move it to cpu, the device of query"),
+    ({"mask": torch.ones(1, 1, 1, 11, dtype=torch.bool, device="meta")}, "attention_mask is on meta; move it to cpu"),
     *(
         ({"groups": groups}, f"groups must be a positive integer that divides the 6 heads, not {groups}")
         for groups in (4, 0, -2, 12, 1.5)
