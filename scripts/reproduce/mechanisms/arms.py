@@ -77,7 +77,7 @@ ARMS = {
     "plain": Arm(ATTENTIONS["plain"].label, ATTENTIONS["plain"].fields),
     "plain-2h": Arm("plain, twice the heads", ATTENTIONS["plain"].fields, times_heads=2),
     **{name: Arm(one.label, one.fields) for name, one in ATTENTIONS.items() if name != "plain"},
-    "mdha": Arm("multi-DConv-head attention", attention_type="mdha"),
+    "mdha": Arm("MDHA", attention_type="mdha"),
     "rcmha": Arm("RCMHA", attention_type="rcmha"),
 }
 QUESTION = ("plain", "plain-2h", "full")

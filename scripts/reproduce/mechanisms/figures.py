@@ -1,62 +1,66 @@
-"""Survival curves of the study: the share of runs that have not solved their task yet."""
+"""When the runs of the study solved their tasks: one dot for each run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
 from ...common.figures import plt, save
 from .arms import ARMS, QUESTION
 
 COLUMNS = 3
-# The arms of the question stand out; the others are there to be compared with them. Each is thinner than the one
-# before, so that lines that fall together stay visible.
-STYLES = dict(zip(QUESTION, (("#000000", 5.0), ("#d55e00", 3.4), ("#0072b2", 1.8)), strict=True))
-# The colors of the others, without blues, oranges and grays; the same in every panel, whichever arms it shows.
-TAB20 = plt.get_cmap("tab20").colors
-COLORS = dict(zip((name for name in ARMS if name not in STYLES), (*TAB20[4:14], *TAB20[16::2]), strict=True))
+# The arms of the question stand out; the others are there to be compared with them.
+COLORS = dict(zip(QUESTION, ("#000000", "#d55e00", "#0072b2"), strict=True))
+OTHERS = "#777777"
+SPREAD = 0.75  # of a row's height, over which its runs lie
+SOLVED: dict[str, Any] = {"marker": "o", "markersize": 4, "linestyle": "none"}
+UNSOLVED: dict[str, Any] = {"marker": ">", "markersize": 4, "linestyle": "none", "fillstyle": "none"}
+MEAN: dict[str, Any] = {"marker": "|", "markersize": 16, "linestyle": "none"}
 
 
-def draw_survival(record: Mapping[str, Any], path: Path) -> None:
-    """Draws one panel for each task: the share of unsolved runs of each arm against the sequences that they read."""
+def draw_solved(record: Mapping[str, Any], path: Path) -> None:
+    """Draws one panel for each task: a row for each arm, with the sequences that each run read until it solved it."""
     tasks = record["tasks"]
+    arms = [name for name in ARMS if any(name in task["arms"] for task in tasks)]
     columns = min(COLUMNS, len(tasks))
-    rows, entries = -(-len(tasks) // columns), len({name for task in tasks for name in task["arms"]})
-    legend = 0.25 * -(-entries // (2 * columns)) + 0.2  # inches
-    height = 3.6 * rows + legend
-    figure, panels = plt.subplots(rows, columns, figsize=(4.6 * columns, height), dpi=150, squeeze=False, sharey=True)
+    rows = -(-len(tasks) // columns)
+    size = (2 + 3.6 * columns, rows * (0.8 + 0.3 * len(arms)) + 0.4)
+    figure, panels = plt.subplots(rows, columns, figsize=size, dpi=150, squeeze=False, sharey=True)
     for axes, task in zip(panels.flat, tasks, strict=False):
-        _draw_task(axes, task)
+        _draw_task(axes, task, arms)
     for axes in panels.flat[len(tasks) :]:
         axes.set_visible(False)
-    for axes in panels[:, 0]:
-        axes.set_ylabel("share of runs not solved")
-    labeled = {
-        label: line for axes in panels.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(labeled.values(), labeled, loc="lower center", ncols=2 * columns, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, legend / height, 1, 1))
+    panels[0, 0].set_yticks(range(len(arms)), [ARMS[name].label for name in arms])
+    panels[0, 0].invert_yaxis()
+    solved, unsolved, mean = (Line2D([], [], color=OTHERS, **mark) for mark in (SOLVED, UNSOLVED, MEAN))
+    figure.legend(
+        (solved, unsolved, mean), ("solved", "not solved", "mean"), loc="lower center", ncols=3, frameon=False
+    )
+    figure.tight_layout(rect=(0, 0.4 / size[1], 1, 1))
     save(figure, path)
 
 
-def _draw_task(axes: Axes, task: Mapping[str, Any]) -> None:
-    for name, arm in task["arms"].items():
-        solved = sorted(at for at in arm["solved_at"] if at is not None)
-        total = len(arm["solved_at"])
-        x = [0, *solved, task["budget"]]
-        y = [1.0, *(1 - rank / total for rank in range(1, len(solved) + 1)), 1 - len(solved) / total]
-        color, width = STYLES.get(name) or (COLORS[name], 1.1)
-        axes.step(
-            x, y, where="post", label=ARMS[name].label, color=color, linewidth=width,
-            alpha=1 if name in STYLES else 0.7, zorder=2 if name in STYLES else 3,
-        )  # fmt: skip
+def _draw_task(axes: Axes, task: Mapping[str, Any], arms: Sequence[str]) -> None:
+    for row, name in enumerate(arms):
+        axes.axhline(row + 0.5, color="#dddddd", linewidth=0.8)
+        if name in task["arms"]:
+            _draw_arm(axes, task["arms"][name], row, task["budget"], COLORS.get(name, OTHERS))
     axes.set_title(f"{task['task']}, {task['layers']} layers, H = {task['heads']}", fontsize=10)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("sequences read")
-    axes.set_ylim(-0.03, 1.03)
-    axes.grid(alpha=0.3)
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _draw_arm(axes: Axes, arm: Mapping[str, Any], row: int, budget: int, color: str) -> None:
+    """Draws runs one below the other, the earliest first; those that did not solve the task stand at the budget."""
+    runs = sorted(arm["solved_at"], key=lambda at: at or budget + 1)
+    step = SPREAD / max(1, len(runs) - 1)
+    for run, at in enumerate(runs):
+        axes.plot(at or budget, row - SPREAD / 2 + run * step, color=color, **(SOLVED if at else UNSOLVED))
+    axes.plot(arm["mean_sequences"], row, color=color, **MEAN)

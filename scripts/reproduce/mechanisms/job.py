@@ -15,13 +15,13 @@ from ...compare.study_folder import RECORD, claim, draw, write_record
 from ..study_runs import Result, StudyRuns, chosen
 from .arguments import QUICK_STEPS, MechanismsArguments
 from .arms import ARMS, FIRST
-from .figures import draw_survival
+from .figures import draw_solved
 from .plan import PRESETS, Cell, Preset, Run, measured_runs, tuning_runs
 from .record import Record, make_record, with_tests
 from .table import table
 from .training import definition, run_one
 
-PLOT = "survival.png"
+PLOT = "solved.png"
 
 
 def run_study(arguments: MechanismsArguments) -> str:
@@ -81,7 +81,7 @@ class Study:
     def report(self) -> str:
         """Writes record, table and plot; returns the table and the names of the files."""
         write_record(self.output, self._record())
-        return draw(self.output, table, draw_survival, PLOT)
+        return draw(self.output, table, draw_solved, PLOT)
 
     def _record(self) -> Record:
         """The record of the finished runs; in a folder that has none but a record, this one with its tests anew."""

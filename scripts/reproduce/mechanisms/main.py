@@ -4,9 +4,9 @@
 
 Every sequence of a task states facts and asks about them. Small models with each kind of attention read fresh sequences
 until they answer 99 of 100 questions right, or until their updates are over. The result is how many sequences a run
-needed; runs that did not solve the task are censored. Survival curves and exact log-rank tests compare each attention
-with the baseline. The learning rate of each attention is chosen on a seed that is not measured. Finished runs are not
-repeated, so an interrupted study resumes where it stopped.
+needed; runs that did not solve the task are censored. Exact log-rank tests compare each attention with the baseline.
+The learning rate of each attention is chosen on a seed that is not measured. Finished runs are not repeated, so an
+interrupted study resumes where it stopped.
 """
 
 from collections.abc import Sequence

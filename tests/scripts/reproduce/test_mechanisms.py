@@ -280,7 +280,7 @@ def test_heads_to_solve_takes_each_arm_where_it_was_run():
     text = table(make_record(runs, {**settings, "refused": refused}))
     assert "| plain | 1 | more than 2 |" in text
     assert "| DCMHA | 2 (H = 2, 4) |  |" in text
-    assert "| multi-DConv-head attention |  | more than 2 |" in text
+    assert "| MDHA |  | more than 2 |" in text
     assert "of H = 1, 2, 4, or of those in brackets" in text
     assert "Not with H = 1: DCMHA, DCMHA, rank 1 (takes at least 2 heads)." in text
 
@@ -307,21 +307,19 @@ def test_runs_of_another_length_are_not_drawn_as_if_they_were_of_this_one(
     assert "holds a study with other steps (100 there, 2000 now)" in capsys.readouterr().err
 
 
-def test_an_arm_has_one_color_in_all_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The legend is that of one panel, and panels may lack arms."""
-    runs = [finished("recall-12", arm, seed, 9) for arm in ("plain", "differential", "mdha") for seed in range(2)]
-    runs += [finished("selective-copy-4", arm, seed, 9) for arm in ("plain", "mdha") for seed in range(2)]
+def test_every_run_is_drawn_in_the_row_of_its_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Panels may lack arms, and a run that solved nothing stands at the last sequence."""
+    times = {("recall-12", "plain"): (3, None), ("recall-12", "mdha"): (9, 9), ("selective-copy-4", "mdha"): (None, 5)}
+    runs = [finished(*cell, seed, step) for cell, steps in times.items() for seed, step in enumerate(steps)]
     drawn: list[Any] = []
     monkeypatch.setattr(figures.plt, "close", drawn.append)
     settings = {"steps": 10, "batch": 50, "learning_rates": [1e-3], "tuning_seed": 9}
-    figures.draw_survival(make_record(runs, settings), tmp_path / "survival.png")
-    lines = [line for axes in drawn[0].axes for line in axes.get_lines()]
+    figures.draw_solved(make_record(runs, settings), tmp_path / "solved.png")
+    lines = [[line for line in axes.get_lines() if line.get_marker() in (">", "o")] for axes in drawn[0].axes]
+    found = [[(line.get_marker(), *line.get_xydata()[0].round()) for line in panel] for panel in lines]
     monkeypatch.undo()
     figures.plt.close(drawn[0])
-    assert len(lines) == 5
-    assert (
-        len({(line.get_label(), line.get_color()) for line in lines}) == len({line.get_color() for line in lines}) == 3
-    )
+    assert found == [[("o", 3, 0), (">", 500, 0), ("o", 9, 1), ("o", 9, 1)], [("o", 5, 1), (">", 500, 1)]]
 
 
 TINY = Preset(Size(16, heads=2, head_dim=8, layers=1), {"recall-12": Recall(2, values=4)}, 4, 2, 1, 8)
@@ -357,7 +355,7 @@ def test_a_tiny_study_stops_in_time_and_goes_on(
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "study").rglob("runs/*/*.json")} == made
     record = json.loads((tmp_path / "study" / "record.json").read_text())
     assert record["tasks"][0]["arms"]["full"]["seeds"] == [0, 1]
-    assert (tmp_path / "study" / "survival.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "study" / "solved.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(PRESETS, "cpu", replace(TINY, tasks={"recall-12": Recall(2, values=5)}))
     assert cli.main(command) == 2
     assert "was made with another task; give another --output" in capsys.readouterr().err
