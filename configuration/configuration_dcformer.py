@@ -15,6 +15,7 @@ class DCFormerConfig(ComposedConfig):
     are documented in `ComposedConfig`.
 
     Args:
+        mlp_bias (`bool`, defaults to `False`): biases of the MLP.
         mgate_dim (`int`, *optional*): number of groups into which the MLP's activations are split. A softmax over the
             groups, computed from the token's hidden state, scales each of them.
         initializer_range (`float`, defaults to 0.006): standard deviation of all matrices outside the composition, as

@@ -24,6 +24,7 @@ class RelativeConfig(PortableConfig):
             runs `"relu"`.
         hidden_dropout, attention_dropout (`float`, default to 0.0): dropout of the outputs of attention and MLP, and of
             the attention probabilities.
+        lm_head_bias (`bool`, defaults to `True`): bias of the head, as in the official code.
     """
 
     head_dim: int | None = None

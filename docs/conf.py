@@ -9,6 +9,7 @@ from inspect import signature
 from pathlib import Path
 
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 
 from dynattn import __version__
 
@@ -68,8 +69,16 @@ def link_notebook(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] = f"{title}\n\n{link}\n{text}"
 
 
+def forget_overloads(module: str) -> None:
+    """Overloads are for type checkers; the function itself shows all parameters, with their defaults."""
+    analyzer = ModuleAnalyzer.for_module(module)
+    analyzer.analyze()
+    analyzer.overloads.clear()
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    forget_overloads("dynattn.modeling.ops.dcmha.attention")
     notebooks.main(EXTRA / "notebooks")
     app.connect("source-read", link_notebook)
     app.connect("autodoc-process-docstring", without_fences)

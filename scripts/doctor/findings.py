@@ -28,6 +28,7 @@ VARIABLES = (
     "DYNATTN_IMPORT",
     "DYNATTN_COMMIT",
     "CC",
+    "CXX",
     "XDG_CACHE_HOME",
     "OMP_NUM_THREADS",
     "TRITON_INTERPRET",

@@ -85,8 +85,7 @@ def relative_attention(
         dropout: probability of dropping an attention probability, from 0 to 1.
         later_rows: how many rows of the tables, from the first on, belong to later keys. Without causality tables need
             them.
-        implementation: a name in `RELATIVE_IMPLEMENTATIONS`; by default `chunked`, or `sdpa` without any of the three
-            terms.
+        implementation: `eager`, `sdpa` or `chunked`; by default `chunked`, or `sdpa` without any of the three terms.
 
     Returns:
         `[B, T, H, D]`. A row with no visible key gives zeros.
