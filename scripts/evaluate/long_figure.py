@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from matplotlib.ticker import LogFormatter
+
 from ..common.figures import plt, save
 from .long_context import describe
 
@@ -22,12 +24,15 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     trained = {one["trained_length"] for one in results["checkpoints"]}
     for axes, label in ((left, "perplexity"), (right, "nats per pass key, mean over depths")):
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(LogFormatter(2))
         axes.set_xlabel("position" if axes is left else "tokens")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
         for length in trained:
             axes.axvline(length, color="black", lw=0.8)
     left.set_yscale("log")
+    left.yaxis.set_major_formatter(LogFormatter())
+    left.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
     figure.suptitle("vertical line: trained length", fontsize=9)
     figure.legend(*left.get_legend_handles_labels(), fontsize=8, ncols=2, loc="outside lower center")
     save(figure, path)
