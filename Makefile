@@ -78,10 +78,12 @@ quickstart: $(INSTALLED)
 	$(BIN)/dynattn quickstart
 
 # torch comes first and alone: a requirement that another package states may resolve to another build than the pinned one.
+# Builds for CUDA require a Triton of their own. For the others it is the one that the record of compiled kernels names.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip show -qq triton || $(BIN)/pip install --quiet "triton==3.6.0; sys_platform == 'linux'"
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 

@@ -36,6 +36,13 @@ def test_every_folder_of_the_sources_is_listed() -> None:
     assert sorted(settings["packages"]) == sorted({package_of(path.parent) for path in shipped_files()})
 
 
+def test_pins_leave_to_torch_what_its_builds_for_cuda_pin_themselves() -> None:
+    """Two pins of one package are a conflict, with which `make` would end in its first minute."""
+    pinned = [line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    assert "torch" in pinned
+    assert not [name for name in pinned if name.startswith(("triton", "nvidia-", "cuda-"))]
+
+
 def test_the_citation_names_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == dynattn.__version__
