@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...masking import Structure
 from ...native_library import C_FLOATS, lanes, load_or_warn, usable_threads
-from .arguments import INTEGERS, TABLES, ChunkedInputs, ChunkedSettings, stages_of
+from .arguments import TABLES, ChunkedInputs, ChunkedSettings, stages_of
 from .composers.choice import compile_mode
 from .csrc.sources import PASSES
 from .distance_blocks import DistanceGrid
@@ -38,10 +38,8 @@ SIGNATURES = {
 
 def library_for(inputs: ChunkedInputs, settings: ChunkedSettings) -> CDLL | None:
     """passes.c, compiled when this is first called for a kind of stage; None where it does not take these arguments."""
-    if compile_mode() == "0":
+    if compile_mode() == "0" or not inputs.query.is_cpu:
         return None
-    if not all(one is None or one.is_cpu or name in INTEGERS for name, one in inputs._asdict().items()):
-        return None  # PyTorch's operators tell which devices do not fit
     stages = stages_of(inputs, settings)
     tensors = [*inputs[:3], *(terms for stage in stages for terms in (stage.query, stage.key) if terms is not None)]
     if any(one.dtype not in TYPES for one in tensors):
