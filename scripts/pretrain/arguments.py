@@ -86,6 +86,8 @@ class PretrainArguments(RangedOptions):
             raise UserError("resume is empty; give auto, intact, never or the folder of a checkpoint")
         if self.price_per_gpu_hour is not None and not self.dry_run:
             raise UserError(f"price_per_gpu_hour={self.price_per_gpu_hour} is for dry_run; give both")
+        if self.cuda_graphs and not self.compile:
+            raise UserError("cuda_graphs are of compiled models; give compile, too")
         self._check_sources()
         self._check_carried_memory()
         self._check_streaming()
@@ -155,6 +157,11 @@ class PretrainArguments(RangedOptions):
             raise UserError(
                 "gradient_checkpointing runs the layers twice, and carry_memory would put each segment into the memory "
                 "twice; leave one of them out"
+            )
+        if self.cuda_graphs:
+            raise UserError(
+                "cuda_graphs write every segment's hidden states to the same place, and carry_memory keeps them for "
+                "the next segment; leave one of them out"
             )
         if self.position_sampling:
             raise UserError("carry_memory lets positions go on from update to update; leave out position_sampling")

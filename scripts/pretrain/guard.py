@@ -223,10 +223,11 @@ def _first_not_finite(model: nn.Module, forward: Callable[[Batch], Any], batch: 
         if not found and _has_not_finite(output):
             found.append(name)
 
-    # An inner module returns before the outer one, so the first one found is the innermost.
+    # An inner module returns before the outer one, so the first one found is the innermost. Code that was compiled
+    # before the hooks were added would not call them.
     hooks = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules() if name]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             forward(batch)
     finally:
         for hook in hooks:

@@ -175,6 +175,7 @@ class Trainer:
         }
         memory = self.plan.memory
         memory.begin_update(self.progress.data_step)
+        self.engine.begin_update(self.model)
         total = torch.zeros((), device=device)
         for index, batch in enumerate(batches):
             with self.engine.accumulating(self.model, is_last=index == len(batches) - 1):

@@ -81,6 +81,26 @@ def test_packed_documents_do_not_see_each_other(device: str) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gradients_of_the_passes_of_an_update_add_up_in_cuda_graphs() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from dynattn.scripts.pretrain.engines.interface import Engine
+
+    ours, theirs = pair("cuda", hidden_size=96, num_attention_heads=12)
+    engine = Engine("ddp", accelerate.Accelerator(), cuda_graphs=True)
+    compiled, optimizer = engine.prepare(ours, lambda model: torch.optim.SGD(model.parameters()), compiled=True)
+    for _ in range(4):  # graphs are recorded in the second update
+        engine.begin_update(compiled)
+        for row in IDS.cuda().split(1):
+            engine.backward(compiled(row, labels=row, use_cache=False).loss)
+            theirs(row, labels=row, use_cache=False).loss.backward()
+        for name, parameter in theirs.named_parameters():
+            torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, atol=1e-4, rtol=1e-3, msg=name)
+        optimizer.zero_grad()
+        theirs.zero_grad()
+
+
 def shard_and_compare(rank: int, folder: str) -> None:
     from torch.distributed.fsdp import fully_shard
 

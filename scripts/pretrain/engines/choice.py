@@ -51,8 +51,11 @@ def build_engine(arguments: PretrainArguments, accelerator: Accelerator, launche
     if arguments.shard_processes is not None and name != "hsdp":
         raise UserError(f"shard_processes={arguments.shard_processes} is for engine=hsdp, not {name}; leave it out")
     warn_of_missing_processes(accelerator, os.environ)
-    if name == "ddp" or accelerator.num_processes == 1:
-        return Engine(name, accelerator)
+    holds_all = name == "ddp" or accelerator.num_processes == 1
+    if arguments.cuda_graphs:
+        check_graphs(name, accelerator.device.type, holds_all)
+    if holds_all:
+        return Engine(name, accelerator, cuda_graphs=arguments.cuda_graphs)
     if name.startswith("zero"):
         return build_zero(name, arguments, accelerator)
     return ShardedEngine(name, accelerator, shards_of(name, arguments, accelerator.num_processes))
@@ -114,6 +117,17 @@ def launched_stage(environment: Mapping[str, str]) -> str:
                 "give dynattn pretrain what it has an option for"
             )
     return f"zero{stage}"
+
+
+def check_graphs(name: str, device: str, holds_all: bool) -> None:
+    """Raises UserError if CUDA graphs cannot run the model; `holds_all`: this process has all weights."""
+    if device != "cuda":
+        raise UserError(f"cuda_graphs need a GPU with CUDA, and this run is on {device}; leave them out")
+    if not holds_all:
+        raise UserError(
+            f"cuda_graphs need weights that stay where they are, and engine={name} does not keep them there; leave "
+            "them out, or use ddp"
+        )
 
 
 def build_zero(name: str, arguments: PretrainArguments, accelerator: Accelerator) -> Engine:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,6 +27,7 @@ class Engine:
 
     Attributes:
         name: the engine's value of `--engine`.
+        cuda_graphs: whether a compiled model replays CUDA graphs.
         is_collective: whether a forward pass needs all processes at the same time.
         takes_weights_of_first: whether `prepare` copies the first process's weights to all others, which may then build
             their models on the meta device.
@@ -36,8 +38,8 @@ class Engine:
     takes_weights_of_first = False
     reads_earlier_format = True
 
-    def __init__(self, name: str, accelerator: Accelerator) -> None:
-        self.name, self.accelerator = name, accelerator
+    def __init__(self, name: str, accelerator: Accelerator, *, cuda_graphs: bool = False) -> None:
+        self.name, self.accelerator, self.cuda_graphs = name, accelerator, cuda_graphs
 
     def prepare(
         self, model: PreTrainedModel, build: OptimizerBuilder, *, compiled: bool
@@ -45,8 +47,17 @@ class Engine:
         """Places the model on the devices, compiled if asked for, and its optimizer, which `build` makes."""
         model = model.to(self.accelerator.device)
         if compiled:
-            model.compile()
+            model.compile(mode="reduce-overhead" if self.cuda_graphs else None)
         return self.accelerator.prepare(model, build(model))
+
+    def begin_update(self, model: nn.Module) -> None:
+        """Called before the first forward pass of an update, when no weight has a gradient."""
+        if self.cuda_graphs:
+            # A graph writes gradients to the same memory in each replay. A weight without a gradient would take that
+            # memory for its own, so that the next pass of the update would overwrite the gradient instead of adding.
+            for weight in model.parameters():
+                if weight.requires_grad:
+                    weight.grad = torch.zeros_like(weight)
 
     def accumulating(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
         """The context of a forward and backward pass; gradients are exchanged in the last one of an update."""

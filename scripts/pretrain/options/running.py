@@ -35,6 +35,13 @@ class RunningOptions:
         metadata={"help": "save memory: recompute each layer in the backward pass, except the output of its attention"},
     )
     compile: bool = field(default=False, metadata={"help": "compile the model with torch.compile"})
+    cuda_graphs: bool = field(
+        default=False,
+        metadata={
+            "help": "with compile: replay the model's kernels as CUDA graphs, for updates that wait for the CPU to "
+            "launch them (torch.compile's mode reduce-overhead)"
+        },
+    )
     dataloader_workers: int = field(default=0, metadata={"help": "processes that prepare batches"})
 
     on_bad_update: BadUpdateChoice = field(

@@ -255,6 +255,7 @@ def test_without_the_option_documents_are_packed_as_for_any_model(corpus: Path, 
     [
         ({"model_type": "llama", "model_config": {"hidden_size": 32}}, "carry_memory is for models whose cache"),
         ({"gradient_checkpointing": True}, "gradient_checkpointing runs the layers twice"),
+        ({"compile": True, "cuda_graphs": True}, "cuda_graphs write every segment's hidden states to the same place"),
         ({"mask_documents": True}, "give mask_documents: false"),
         ({"model_config": MODEL | {"mem_len": None}}, "mem_len=None keeps everything; set mem_len"),
         (

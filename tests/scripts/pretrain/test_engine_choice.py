@@ -116,6 +116,27 @@ def test_what_deepspeed_cannot_do_is_refused_by_name(option: str, value: Any, tm
     assert type(build_engine(given, processes(1), None)) is Engine
 
 
+def test_cuda_graphs_are_of_weights_that_stay_where_they_are(tmp_path: Path):
+    on_gpu = cast("Accelerator", SimpleNamespace(num_processes=2, device=torch.device("cuda")))
+    graphs = {"compile": True, "cuda_graphs": True}
+    assert build_engine(arguments(tmp_path, tmp_path, **graphs), on_gpu, None).cuda_graphs
+    with pytest.raises(UserError, match="engine=fsdp2 does not keep them there; leave them out, or use ddp"):
+        build_engine(arguments(tmp_path, tmp_path, engine="fsdp2", **graphs), on_gpu, None)
+
+
+def test_passes_add_to_gradients_that_no_cuda_graph_overwrites(tmp_path: Path):
+    engine = Engine("ddp", build_accelerator(arguments(tmp_path, tmp_path)), cuda_graphs=True)
+    layer = torch.nn.Linear(2, 1, bias=False)
+    layer.frozen = torch.nn.Parameter(torch.ones(()), requires_grad=False)
+    engine.begin_update(layer)
+    ours = layer.weight.grad
+    for value in (1.0, 2.0):
+        engine.backward(layer(torch.full((2,), value)).sum())
+    assert ours is not None and layer.weight.grad is ours
+    assert ours.tolist() == [[3.0, 3.0]]
+    assert layer.frozen.grad is None
+
+
 def test_checkpoints_of_earlier_versions_are_refused_where_they_cannot_be_read(tmp_path: Path):
     (tmp_path / "optimizer.bin").touch()
     engine: Any = SimpleNamespace(name="zero1", reads_earlier_format=False)

@@ -42,6 +42,16 @@ def test_the_innermost_module_that_fails_is_named(corpus: Path, tmp_path: Path):
     assert find_layer(model, lambda b: model(**b), [batch]) == "the output of model.layers.1.mlp.up_proj"
 
 
+def test_a_compiled_module_that_fails_is_named(corpus: Path, tmp_path: Path):
+    model = LlamaForCausalLM.from_pretrained(run(tmp_path / "run", corpus, max_steps=1, warmup_steps=0).model)
+    model.compile(backend="eager")
+    batch = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
+    with torch.no_grad():
+        model(**batch)  # compiles it, as a validation before the bad update does
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = math.nan
+    assert find_layer(model, lambda b: model(**b), [batch]) == "the output of model.layers.1.mlp.up_proj"
+
+
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The sequences of each update in the order in which they are read; those of update 7 make the loss infinite."""

@@ -335,6 +335,8 @@ def test_a_checkpoint_of_the_last_update_becomes_the_same_model_elsewhere(
         ({"validation_split": "test"}, "validation_split=test is a split of a Hub dataset, not of .*corpus"),
         ({"train_split": "test"}, "train_split=test is a split of a Hub dataset, not of .*corpus"),
         ({"shard_processes": 2}, "shard_processes=2 is for engine=hsdp, not ddp"),
+        ({"cuda_graphs": True}, "cuda_graphs are of compiled models; give compile, too"),
+        ({"cuda_graphs": True, "compile": True}, "cuda_graphs need a GPU with CUDA, and this run is on cpu"),
         ({"resume": ""}, "resume is empty"),
         ({"vocab_size": 2**22 + 1}, "vocab_size=4194305 is more than memory is made for"),
         ({"position_sampling": "jitter", "position_limit": 31}, "position_limit=31 is below sequence_length=32"),
