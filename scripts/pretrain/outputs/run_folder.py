@@ -5,7 +5,6 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,80 +18,30 @@ from . import checkpoint
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """Paths in the output folder. `run.json` marks it as the folder of a run; `model` exists once it is finished."""
 
-    path: Path
-
-    @property
-    def marker(self) -> Path:
-        """The arguments of the run."""
-        return self.path / "run.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder for each checkpoint, and `abandoned-N` with those of updates that a rollback has undone."""
-        return self.path / "checkpoints"
-
-    @property
-    def tokenizer(self) -> Path:
-        """The run's tokenizer in Hugging Face format."""
-        return self.path / "tokenizer"
-
-    @property
-    def data(self) -> Path:
-        """The tokenized documents."""
-        return self.path / "data"
-
-    @property
-    def stream(self) -> Path:
-        """Blocks of tokens that are read ahead, for runs with `streaming`."""
-        return self.data / "stream"
-
-    @property
-    def metrics(self) -> Path:
-        """The measurements, one JSON object per line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def incidents(self) -> Path:
-        """A folder for each bad update, with its batch."""
-        return self.path / "incidents"
-
-    @property
-    def model(self) -> Path:
-        """The final model, tokenizer and card in Hugging Face format."""
-        return self.path / "model"
-
-    @property
-    def average(self) -> Path:
-        """The model with averaged weights, if they are kept."""
-        return self.path / "model_average"
-
-    @property
-    def result(self) -> Path:
-        """Arguments and final measurements."""
-        return self.path / "result.json"
-
-    @property
-    def prepared(self) -> Path:
-        """Tokenizer and data of a run that is being prepared, while an earlier run may still be in the folder."""
-        return self.path / ".prepared"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.marker = path / "run.json"  # the arguments of the run
+        self.lock = path / ".lock"  # names the process that uses the folder
+        # One folder for each checkpoint, and `abandoned-N` with those of updates that a rollback has undone.
+        self.checkpoints = path / "checkpoints"
+        self.tokenizer = path / "tokenizer"
+        self.data = path / "data"  # the tokenized documents
+        self.stream = self.data / "stream"  # blocks of tokens that are read ahead, for runs with `streaming`
+        self.metrics = path / "metrics.jsonl"
+        self.tensorboard = path / "tensorboard"
+        self.incidents = path / "incidents"  # a folder for each bad update, with its batch
+        self.model = path / "model"  # the final model with its tokenizer and card
+        self.average = path / "model_average"  # the same with averaged weights, if they are kept
+        self.result = path / "result.json"  # arguments and final measurements
+        # Tokenizer and data of a run that is being prepared, while an earlier run may still be in the folder.
+        self.prepared = path / ".prepared"
 
     def current(self, path: Path) -> Path:
         """Where the tokenizer or the data are now: among what was prepared, until that has been moved into place."""
         return self.prepared / path.name if self.prepared.exists() else path
-
-    @property
-    def lock(self) -> Path:
-        """The lock file, which names the process that uses the folder."""
-        return self.path / ".lock"
 
     @property
     def is_marked(self) -> bool:
