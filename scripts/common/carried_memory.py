@@ -1,6 +1,5 @@
 """Memory that a model carries from one segment of a text to the next, as in Transformer-XL."""
 
-from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -18,59 +17,34 @@ from dynattn.modeling.caches.segment_memory import upgrade_to_memory_cache
 from .errors import UserError
 
 
-class CarriedMemory(ABC):
-    """The memory that a model has of the batches that it has read, while it is trained or scored.
+class CarriedMemory:
+    """The memory that a model has of the batches that it has read, while it is trained or scored: none.
+
+    Every batch is read by itself, as a model without memory does. `StreamMemory` overrides that.
 
     An update consists of micro-batches, one for each of its forward passes. Micro-batch `i` of an update continues the
     memory of micro-batch `i` of the update before.
     """
 
-    @abstractmethod
     def begin_update(self, data_step: int) -> None:
         """Prepares for an update that reads the batches of update `data_step` of the data, counted from 0."""
 
-    @abstractmethod
     def forget(self) -> None:
         """Empties the memory."""
 
-    @abstractmethod
     def loss(self, model: nn.Module, batch: dict[str, Tensor], micro_batch: int = 0) -> Tensor:
         """The loss `[]` of a batch of tensors `[B, T]`, the micro-batch number `micro_batch` of the update."""
-
-    @abstractmethod
-    def empty_copy(self) -> "CarriedMemory":
-        """An empty memory of the same kind, to read another text with one micro-batch at a time."""
-
-    @abstractmethod
-    def save(self, folder: Path, accelerator: Accelerator) -> None:
-        """Writes what this process remembers into the folder of a checkpoint."""
-
-    @abstractmethod
-    def load(self, folder: Path, accelerator: Accelerator) -> None:
-        """Restores what `save` wrote."""
-
-
-class NoMemory(CarriedMemory):
-    """Reads every batch by itself, which is what a model without memory needs; it has nothing to save."""
-
-    def begin_update(self, data_step: int) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
-    def loss(self, model: nn.Module, batch: dict[str, Tensor], micro_batch: int = 0) -> Tensor:
-        """The loss `[]` of a batch of tensors `[B, T]`."""
         return model(**batch, use_cache=False).loss
 
-    def empty_copy(self) -> "NoMemory":
+    def empty_copy(self) -> "CarriedMemory":
+        """An empty memory of the same kind, to read another text with one micro-batch at a time."""
         return self
 
     def save(self, folder: Path, accelerator: Accelerator) -> None:
-        pass
+        """Writes what this process remembers into the folder of a checkpoint."""
 
     def load(self, folder: Path, accelerator: Accelerator) -> None:
-        pass
+        """Restores what `save` wrote."""
 
 
 class StreamMemory(CarriedMemory):

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..common.carried_memory import CarriedMemory, NoMemory, StreamMemory
+from ..common.carried_memory import CarriedMemory, StreamMemory
 from ..common.errors import UserError
 from .arguments import PretrainArguments
 from .data.batch_order import MIXTURE_BLOCK, MixtureOrder, TrainingOrder, block_within, share_of
@@ -135,7 +135,7 @@ def build_memory(arguments: PretrainArguments, config: PreTrainedConfig, segment
     """The memory that the model carries along streams of `segments` segments each, or none."""
     if arguments.carry_memory:
         return StreamMemory(config, arguments.gradient_accumulation_steps, segments)
-    return NoMemory()
+    return CarriedMemory()
 
 
 def describe(plan: Plan, engine: Engine, arguments: PretrainArguments, resume_from: Path | None) -> str:
