@@ -40,7 +40,7 @@ class Plan:
     memory: CarriedMemory
     schedule: RateSchedule
     lengths: LengthWarmup
-    positions: PositionSampler
+    positions: PositionSampler | None
     fingerprint: Fingerprint
 
     def documents(self, step: int, accelerator: Accelerator, batch_size: int) -> list[str]:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from ..common.errors import StoppedError
 from .arguments import PretrainArguments
-from .data.batch_order import ProcessBatches, share_of
+from .data.batch_order import ProcessBatches
 from .data.objectives import Examples
 from .engines.interface import Engine
 from .fingerprint import sharing_of
@@ -108,23 +108,13 @@ class Trainer:
         """Makes the next update and counts it; returns its loss and gradient norm, as `_update`."""
         started = time.perf_counter()
         taken = islice(batches, self.arguments.gradient_accumulation_steps)
-        micro_batches = [self._as_read(batch, index) for index, batch in enumerate(taken)]
+        micro_batches = [self.plan.lengths.cut(batch, self.progress.step) for batch in taken]
         loss, norm = self._update(micro_batches)
         seconds = time.perf_counter() - started
         tokens = self.plan.order.global_batch * self.plan.train_sequences.length
         self.throughput.add(micro_batches, tokens, seconds)
         self.progress.add(loss, tokens, seconds)
         return loss, norm
-
-    def _as_read(self, batch: Batch, index: int) -> Batch:
-        """The batch `[B, T]` of forward pass `index` of the next update, with sampled positions and cut into pieces.
-
-        Without `position_sampling` and the length warmup it is returned as it is.
-        """
-        accelerator, places = self.accelerator, self.plan.order.places(self.progress.data_step)
-        mine = share_of(places, accelerator.process_index, accelerator.num_processes, self.arguments.batch_size)
-        first = int(mine[index, 0])
-        return self.plan.lengths.cut(self.plan.positions.draw(batch, first), self.progress.step)
 
     def _update(self, batches: list[Batch]) -> tuple[float, float]:
         """One update; returns its loss in nats per token, or nan if it was not made, and its gradient norm.
@@ -301,7 +291,7 @@ class Trainer:
         steps = range(self.progress.data_step, self.plan.schedule.max_steps + self.progress.skipped)
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
         return DataLoader(
-            Examples(self.plan.train_sequences, self.plan.objective),
+            Examples(self.plan.train_sequences, self.plan.objective, self.plan.positions),
             batch_sampler=ProcessBatches(self.plan.order, steps, self.arguments.batch_size, process, processes),
             num_workers=self.arguments.dataloader_workers,
             pin_memory=self.accelerator.device.type == "cuda",

@@ -12,6 +12,7 @@ from dynattn.modeling.ops.chunked_loss import IGNORED
 
 from ...common.errors import UserError
 from ..arguments import PretrainArguments
+from .position_sampling import PositionSampler
 from .sequences import Sequences
 
 Item = dict[str, Tensor]
@@ -24,11 +25,11 @@ class Objective(ABC):
     """Makes examples of sequences, and says which of their tokens are targets."""
 
     @abstractmethod
-    def example(self, item: Item, draw: int) -> Item:
+    def example(self, item: Item, place: int) -> Item:
         """The model's input for a sequence of tensors `[T]`.
 
         Args:
-            draw: the place of the sequence in the order of the run. With the seed it decides all random choices.
+            place: of the sequence in the order of the run. With the seed it decides all random choices.
         """
 
     @abstractmethod
@@ -47,7 +48,7 @@ class Objective(ABC):
 class CausalLM(Objective):
     """Each token predicts the next one. The model shifts the labels, unless the sequences have shifted them."""
 
-    def example(self, item: Item, draw: int) -> Item:
+    def example(self, item: Item, place: int) -> Item:
         """The sequence of tensors `[T]` as it is."""
         return item
 
@@ -81,14 +82,14 @@ class MaskedLM(Objective):
         self.collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=MASK_SHARE)
         self.special = torch.tensor(sorted(tokenizer.all_special_ids))
 
-    def example(self, item: Item, draw: int) -> Item:
+    def example(self, item: Item, place: int) -> Item:
         """`input_ids` `[T]` with masks, `labels` `[T]`, and what keeps documents and padding apart.
 
         That is `position_ids` `[T]` if the sequence has them, with padding as a document of its own, else an
         `attention_mask` `[T]`.
         """
         padding = self._padding(item)
-        input_ids, labels = self._mask(item["input_ids"], padding, draw)
+        input_ids, labels = self._mask(item["input_ids"], padding, place)
         if "position_ids" not in item:
             return {"input_ids": input_ids, "labels": labels, "attention_mask": (~padding).long()}
         behind_text = torch.arange(len(padding)) - (~padding).sum()
@@ -107,10 +108,10 @@ class MaskedLM(Objective):
         unused = (item["labels"] == IGNORED) & (item["input_ids"] == self.tokenizer.pad_token_id)
         return unused.flip(0).cummin(0).values.flip(0)
 
-    def _mask(self, input_ids: Tensor, padding: Tensor, draw: int) -> tuple[Tensor, Tensor]:
+    def _mask(self, input_ids: Tensor, padding: Tensor, place: int) -> tuple[Tensor, Tensor]:
         """The tokens `[T]` with masks, which the model reads, and the labels `[T]`."""
         kept = torch.isin(input_ids, self.special) | padding
-        words = np.random.SeedSequence((self.seed, draw)).generate_state(1, np.uint64)
+        words = np.random.SeedSequence((self.seed, place)).generate_state(1, np.uint64)
         self.collator.generator = torch.Generator().manual_seed(int(words[0] >> 1))
         while True:
             read, labels = self.collator.torch_mask_tokens(input_ids[None].clone(), special_tokens_mask=kept[None])
@@ -121,16 +122,20 @@ class MaskedLM(Objective):
 class Examples(Dataset[Item]):
     """Sequences as an objective gives them to a model.
 
-    They are indexed by `(sequence, draw)`: the index of a sequence, and the place at which the run reads it.
+    They are indexed by `(sequence, place)`: the index of a sequence, and its place in the order of the run.
+
+    Args:
+        positions: draws the positions of each example, if given.
     """
 
-    def __init__(self, sequences: Sequences, objective: Objective) -> None:
-        self.sequences, self.objective = sequences, objective
+    def __init__(self, sequences: Sequences, objective: Objective, positions: PositionSampler | None = None) -> None:
+        self.sequences, self.objective, self.positions = sequences, objective, positions
 
     def __getitem__(self, index: tuple[int, int]) -> Item:
-        """The example of tensors `[T]` for `(sequence, draw)`."""
-        sequence, draw = index
-        return self.objective.example(self.sequences[sequence], draw)
+        """The example of tensors `[T]` for `(sequence, place)`."""
+        sequence, place = index
+        item = self.objective.example(self.sequences[sequence], place)
+        return item if self.positions is None else self.positions.draw(item, place)
 
 
 def make_objective(arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Objective:

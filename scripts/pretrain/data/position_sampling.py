@@ -27,29 +27,27 @@ class PositionSampler:
     """How the positions of training sequences are drawn.
 
     Attributes:
-        method: None for ordinary positions. `jitter` (Giraffe, arXiv 2308.10882) draws the steps between positions
-            uniformly between 0 and 2, and scales them down if the last position would exceed the limit. `subset`
-            (randomized positional encodings, arXiv 2305.16843) draws as many of the whole numbers below the limit as
-            there are tokens, and sorts them.
+        method: `jitter` (Giraffe, arXiv 2308.10882) draws the steps between positions uniformly between 0 and 2, and
+            scales them down if the last position would exceed the limit. `subset` (randomized positional encodings,
+            arXiv 2305.16843) draws as many of the whole numbers below the limit as there are tokens, and sorts them.
         limit: all positions are below it.
         seed: the seed of the run.
     """
 
-    method: str | None
+    method: str
     limit: int
     seed: int
 
     @classmethod
-    def of(cls, arguments: PretrainArguments, config: PreTrainedConfig) -> "PositionSampler":
-        """What the arguments ask for.
+    def of(cls, arguments: PretrainArguments, config: PreTrainedConfig) -> "PositionSampler | None":
+        """What the arguments ask for; None for ordinary positions.
 
         Raises:
             UserError: the model does not read positions, or cannot read those that the method draws.
         """
-        method, length = arguments.position_sampling, arguments.sequence_length
-        limit = arguments.position_limit or length
+        method, limit = arguments.position_sampling, arguments.position_limit or arguments.sequence_length
         if method is None:
-            return cls(None, limit, arguments.seed)
+            return None
         check_reads_positions(config, f"position_sampling={method}")
         if method == "jitter" and "learned" in schemes_of(config):
             raise UserError("position_sampling=jitter draws fractions, which learned positions lack; take subset")
@@ -61,21 +59,14 @@ class PositionSampler:
             )
         return cls(method, limit, arguments.seed)
 
-    def draw(self, batch: dict[str, Tensor], first: int) -> dict[str, Tensor]:
-        """A batch of tensors `[B, T]` with drawn `position_ids`.
-
-        Args:
-            first: place of the first sequence in the order of the run; those after it follow.
-        """
-        if self.method is None:
-            return batch
-        count, length = batch["input_ids"].shape
-        places = torch.arange(length)
-        given = batch.get("position_ids", places.expand(count, length))
-        rising = torch.from_numpy(np.stack([self._rising(first + row, length) for row in range(count)]))
+    def draw(self, item: dict[str, Tensor], place: int) -> dict[str, Tensor]:
+        """The sequence of tensors `[T]` at `place` in the order of the run, with drawn `position_ids`."""
+        places = torch.arange(len(item["input_ids"]))
+        given = item.get("position_ids", places)
+        rising = torch.from_numpy(self._rising(place, len(places)))
         # Positions of each document start at 0 as before. In it two tokens are as far apart as the drawn positions at
         # their places: `places - given` is the place of the document's first token.
-        return {**batch, "position_ids": rising - rising.gather(1, places - given)}
+        return {**item, "position_ids": rising - rising[places - given]}
 
     def _rising(self, place: int, length: int) -> NDArray[Any]:
         """Rising positions `[T]` for the sequence at `place` in the order of the run: int64, or float64 with jitter."""

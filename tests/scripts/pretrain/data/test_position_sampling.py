@@ -15,7 +15,7 @@ from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
 from dynattn.scripts.pretrain.data.position_sampling import PositionSampler
 
-IDS = torch.zeros(3, 40, dtype=torch.long)
+IDS = torch.zeros(40, dtype=torch.long)
 SMALL = {
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -26,17 +26,18 @@ SMALL = {
 
 
 def test_jitter_is_the_sum_of_random_steps_and_stays_below_the_limit() -> None:
-    found = PositionSampler("jitter", 10**6, seed=3).draw({"input_ids": IDS}, first=7)["position_ids"]
-    for row, positions in enumerate(found.numpy()):
-        steps = 2 * np.random.default_rng((3, 7 + row)).random(40)
-        np.testing.assert_allclose(positions, np.concatenate([[0.0], np.cumsum(steps[1:])]), atol=1e-9)
-    limited = PositionSampler("jitter", 12, seed=3).draw({"input_ids": IDS}, first=7)["position_ids"]
-    assert limited.max() < 12
-    torch.testing.assert_close(limited * (found[:, -1:] / limited[:, -1:]), found)
+    for place in range(7, 10):
+        found = PositionSampler("jitter", 10**6, seed=3).draw({"input_ids": IDS}, place)["position_ids"]
+        steps = 2 * np.random.default_rng((3, place)).random(40)
+        np.testing.assert_allclose(found, np.concatenate([[0.0], np.cumsum(steps[1:])]), atol=1e-9)
+        limited = PositionSampler("jitter", 12, seed=3).draw({"input_ids": IDS}, place)["position_ids"]
+        assert limited.max() < 12
+        torch.testing.assert_close(limited * (found[-1] / limited[-1]), found)
 
 
 def test_a_subset_holds_whole_numbers_below_the_limit_in_order() -> None:
-    found = PositionSampler("subset", 200, seed=3).draw({"input_ids": IDS}, first=0)["position_ids"]
+    sampler = PositionSampler("subset", 200, seed=3)
+    found = torch.stack([sampler.draw({"input_ids": IDS}, place)["position_ids"] for place in range(3)])
     assert found.dtype == torch.long
     assert (found.diff() > 0).all()
     assert found.max() < 200
@@ -45,36 +46,30 @@ def test_a_subset_holds_whole_numbers_below_the_limit_in_order() -> None:
 
 @pytest.mark.parametrize("sampler", [PositionSampler("jitter", 40, 1), PositionSampler("subset", 400, 1)])
 def test_documents_and_anchors_stay_where_they_are(sampler: PositionSampler) -> None:
-    restarting = torch.cat([torch.arange(15), torch.arange(1), torch.arange(24)]).expand(3, 40)
-    anchored = torch.arange(40).masked_fill(torch.tensor([place in (0, 9, 30) for place in range(40)]), 0).expand(3, 40)
+    restarting = torch.cat([torch.arange(15), torch.arange(1), torch.arange(24)])
+    anchored = torch.arange(40).masked_fill(torch.tensor([place in (0, 9, 30) for place in range(40)]), 0)
     for given in (restarting, anchored):
-        drawn = sampler.draw({"input_ids": IDS, "position_ids": given}, first=5)["position_ids"]
-        assert torch.equal(starts_by_positions(drawn), starts_by_positions(given))
+        drawn = sampler.draw({"input_ids": IDS, "position_ids": given}, place=5)["position_ids"]
+        assert torch.equal(starts_by_positions(drawn[None]), starts_by_positions(given[None]))
         assert torch.equal(drawn == 0, given == 0)
-
-
-def test_a_sequence_has_the_same_positions_in_any_process() -> None:
-    sampler = PositionSampler("jitter", 40, seed=1)
-    whole = sampler.draw({"input_ids": IDS}, first=6)["position_ids"]
-    assert torch.equal(sampler.draw({"input_ids": IDS[:1]}, first=8)["position_ids"], whole[2:])
 
 
 @pytest.mark.parametrize("skipped", [0, 5])
 def test_every_sequence_of_a_run_has_its_own_place(
     skipped: int, monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path
 ) -> None:
-    firsts: list[int] = []
+    places: list[int] = []
     draw = PositionSampler.draw
 
-    def watch(self: PositionSampler, batch: Any, first: int) -> Any:
-        firsts.append(first)
-        return draw(self, batch, first)
+    def watch(self: PositionSampler, item: Any, place: int) -> Any:
+        places.append(place)
+        return draw(self, item, place)
 
     monkeypatch.setattr(PositionSampler, "draw", watch)
     options = {"position_sampling": "subset", "position_limit": 99, "batch_size": 2, "gradient_accumulation_steps": 2}
     options |= {"skip_sequences": skipped}
     run(tmp_path / "run", corpus, model_type="dcformer", model_config=SMALL, max_steps=3, **options)
-    assert firsts == [skipped + place for place in (0, 2, 4, 6, 8, 10)]
+    assert places == [skipped + place for place in range(12)]
 
 
 def test_a_run_with_random_positions_resumes_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
