@@ -184,12 +184,12 @@ def composition_weights(model: nn.Module) -> list[nn.Parameter]:
 
 def count_parameters(model: PreTrainedModel) -> ParameterCounts:
     """Counts each parameter once, tied ones too."""
-    embeddings = {weight for module in _embedding_modules(model) for weight in module.parameters()}
+    embeddings = {weight for module in embedding_modules(model) for weight in module.parameters()}
     total = model.num_parameters()
     return ParameterCounts(total, total - sum(weight.numel() for weight in embeddings))
 
 
-def _embedding_modules(model: PreTrainedModel) -> list[nn.Module]:
+def embedding_modules(model: PreTrainedModel) -> list[nn.Module]:
     """All embeddings and, if the model has one, the output head."""
     modules: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     head = model.get_output_embeddings()

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from dynattn.modeling.common.heads import CausalLMHead
 from dynattn.modeling.ops.chunked_loss import CHUNK_TOKENS, chunked_causal_loss
 
 from ..engines.interface import BUCKET_ELEMENTS
+from ..model import embedding_modules
 
 FLOAT32, BFLOAT16 = 4, 2
 
@@ -86,15 +87,11 @@ class Rehearsal:
 
 
 class Peaks(NamedTuple):
-    """Peaks of memory in three phases of a pass, in bytes. Each grows linearly with the number of layers."""
+    """Peaks of memory in three phases of a pass, in bytes."""
 
     layers: float  # during the forward and backward passes of the layers
     ends: float  # after the backward pass of the first layer, which is the last to run backward
     loss: float  # while the loss is computed
-
-    def extended(self, doubled: "Peaks", ratio: float) -> "Peaks":
-        """Extrapolates to `ratio` times as many layers, from these peaks and those of twice as many layers."""
-        return Peaks(*(_extended(one, two, ratio) for one, two in zip(self, doubled, strict=True)))
 
 
 def rehearse(
@@ -122,7 +119,8 @@ def rehearse(
         if period is None or layers <= 2 * period:
             return _rehearse(build(layers), ids, bf16, workspace).summary()
         one, two = (_rehearse(build(n * period), ids, bf16, workspace) for n in (1, 2))
-    return one.extended(two, layers / period).summary()
+    more_periods = layers / period - 1
+    return tree_map(lambda once, twice: once + more_periods * (twice - once), one, two).summary()
 
 
 def _rehearse(model: PreTrainedModel, ids: Tensor, bf16: bool, workspace: int) -> "Passes":
@@ -142,23 +140,13 @@ def _rehearse(model: PreTrainedModel, ids: Tensor, bf16: bool, workspace: int) -
 
 
 class Passes(NamedTuple):
-    """What two passes of a model need, in bytes."""
+    """What two passes of a model need, in bytes. Each number grows linearly with the number of layers, or stays."""
 
     weights: float
     largest_layer: float
     casts: float  # bf16 copies of the layers' weights that autocast keeps until the loss is computed
     first: Peaks
     second: Peaks
-
-    def extended(self, doubled: "Passes", ratio: float) -> "Passes":
-        """Extrapolates to `ratio` times as many layers, from this model and one of twice as many layers."""
-        return Passes(
-            _extended(self.weights, doubled.weights, ratio),
-            self.largest_layer,
-            _extended(self.casts, doubled.casts, ratio),
-            self.first.extended(doubled.first, ratio),
-            self.second.extended(doubled.second, ratio),
-        )
 
     def summary(self) -> Rehearsal:
         """The peak of each pass over its phases."""
@@ -168,15 +156,9 @@ class Passes(NamedTuple):
         return Rehearsal(round(self.weights), round(self.largest_layer), first, second, round(max(self.second)))
 
 
-def _extended(one: float, two: float, ratio: float) -> float:
-    """What grows linearly and is `one` once and `two` twice, `ratio` times."""
-    return one + (ratio - 1) * (two - one)
-
-
 def _cast_bytes(model: PreTrainedModel) -> int:
     """Bytes of the matrices of all layers in bf16."""
-    layers = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
-    return BFLOAT16 * sum(w.numel() for layer in layers for w in layer.parameters() if w.ndim >= 2)
+    return BFLOAT16 * sum(w.numel() for layer in _layers(model) for w in layer.parameters() if w.ndim >= 2)
 
 
 def _pass_peaks(model: PreTrainedModel, ids: Tensor, tracker: StorageTracker, bf16: bool) -> Peaks:
@@ -218,12 +200,13 @@ def _loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return chunked_causal_loss(hidden, model.lm_head.weight, model.lm_head.bias, ids)
 
 
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    return [layer for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part]
+
+
 def _blocks(model: PreTrainedModel) -> list[nn.Module]:
     """The layers that sharding engines gather one at a time, embeddings and head included."""
-    layers = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
-    ends = [part for part in model.modules() if isinstance(part, nn.Embedding)]
-    head = model.get_output_embeddings()
-    return [*layers, *ends, *([head] if head is not None else [])]
+    return [*_layers(model), *embedding_modules(model)]
 
 
 @dataclass(frozen=True)
