@@ -1,7 +1,7 @@
 """The model card of a final checkpoint."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +95,10 @@ WORDINGS = {
 
 def write_card(folder: Path, arguments: PretrainArguments, result: Result, model_type: str) -> None:
     """Writes `README.md` with Hub metadata, the data, the settings and what was measured."""
-    wording = WORDINGS[result.objective]
     text = BODY.format(
+        **asdict(WORDINGS[result.objective]),
         name=result.output.resolve().name,
         model_type=model_type,
-        kind=wording.kind,
-        use=wording.use,
-        ability=wording.ability,
         origin=origin(arguments.init_from),
         measured=table(loss_rows(result)),
         training=table(training_rows(result)),

@@ -1,10 +1,11 @@
 """All options together, and the range of each."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import get_args
+from typing import Any, get_args
 
-from ...common.number_ranges import LARGEST_SEED
+from ...common.number_ranges import check_seed
 from .data import DataOptions, Packing, PositionSampling
 from .mappings import require
 from .model import ModelOptions, ObjectiveName
@@ -55,6 +56,17 @@ FRACTIONS = ("min_learning_rate_ratio", "decay_share", "adam_beta1", "adam_beta2
 BELOW_ONE = ("adam_beta1", "adam_beta2", "muon_momentum", "ema_decay")
 # A norm of infinity clips nothing.
 MAY_BE_INFINITE = ("max_grad_norm",)
+# What must hold for the values of options that are not None, and how a message says it.
+RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (POSITIVE, lambda value: value > 0, "positive"),
+    (NOT_NEGATIVE, lambda value: value >= 0, "zero or more"),
+    (FRACTIONS, lambda value: 0 <= value <= 1, "between 0 and 1"),
+    (BELOW_ONE, lambda value: value < 1, "below 1"),
+    (("adam_epsilon",), lambda value: value >= SMALLEST_EPSILON, f"{SMALLEST_EPSILON} or more"),
+    (("learning_rate", "composition_learning_rate"), lambda value: value <= LARGEST_RATE, f"at most {LARGEST_RATE:g}"),
+    (("validation_share",), lambda value: 0 < value < 1, "above 0 and below 1"),
+    (("sequence_length",), lambda value: value >= 2, "2 or more"),
+)
 LARGEST_INTEGER = 2**31 - 1
 MOST_WORKERS = 1024
 CHOICES = {
@@ -80,25 +92,10 @@ class RangedOptions(OptimizationOptions, DataOptions, ModelOptions, RunningOptio
             UserError: an option has such a value; the message names the option, the value and its limit.
         """
         self._check_limits()
-        for name in POSITIVE:
-            value = getattr(self, name)
-            require(value is None or value > 0, name, value, "positive")
-        for name in NOT_NEGATIVE:
-            value = getattr(self, name)
-            require(value is None or value >= 0, name, value, "zero or more")
-        for name in FRACTIONS:
-            value = getattr(self, name)
-            require(value is None or 0 <= value <= 1, name, value, "between 0 and 1")
-        for name in BELOW_ONE:
-            value = getattr(self, name)
-            require(value is None or value < 1, name, value, "below 1")
-        share, length, epsilon = self.validation_share, self.sequence_length, self.adam_epsilon
-        require(epsilon >= SMALLEST_EPSILON, "adam_epsilon", epsilon, f"{SMALLEST_EPSILON} or more")
-        for name in ("learning_rate", "composition_learning_rate"):
-            value = getattr(self, name)
-            require(value is None or value <= LARGEST_RATE, name, value, f"at most {LARGEST_RATE:g}")
-        require(0 < share < 1, "validation_share", share, "above 0 and below 1")
-        require(length >= 2, "sequence_length", length, "2 or more")
+        for names, holds, limit in RANGES:
+            for name in names:
+                value = getattr(self, name)
+                require(value is None or holds(value), name, value, limit)
         for name, kind in CHOICES.items():
             value, choices = getattr(self, name), get_args(kind)
             require(value is None or value in choices, name, value, f"one of {choices}")
@@ -112,10 +109,10 @@ class RangedOptions(OptimizationOptions, DataOptions, ModelOptions, RunningOptio
                 require(not math.isinf(value), name, value, "finite")
             if isinstance(value, int) and name != "seed":
                 require(value <= LARGEST_INTEGER, name, value, f"at most {LARGEST_INTEGER}")
-        seed, output = self.seed, str(self.output)
-        require(0 <= seed <= LARGEST_SEED, "seed", seed, f"between 0 and {LARGEST_SEED}")
+        check_seed("seed", self.seed)
         for name in ("dataloader_workers", "tokenizer_workers", "sweep_workers"):
             require(getattr(self, name) <= MOST_WORKERS, name, getattr(self, name), f"at most {MOST_WORKERS}")
+        output = str(self.output)
         require(_is_writable_name(output), "output", repr(output), "a path in UTF-8 without null bytes")
 
 
