@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..common.carried_memory import CarriedMemory, StreamMemory
 from ..common.errors import UserError
 from .arguments import PretrainArguments
-from .data.batch_order import MIXTURE_BLOCK, MixtureOrder, TrainingOrder, block_within, share_of
+from .data.batch_order import MIXTURE_BLOCK, MixtureOrder, TrainingOrder, share_of
 from .data.length_warmup import LengthWarmup
 from .data.objectives import Objective, make_objective
 from .data.opening import open_data
@@ -73,9 +73,8 @@ def build_plan(
     set_seed(arguments.seed)
     config = build_config(arguments, tokenizer)
     model = build_model(arguments, config, on_meta=on_meta)
-    order.pass_length = pass_length(order, len(train), resume_from)
-    if isinstance(order, MixtureOrder):
-        order.divide(mixture_block(order, arguments, resume_from))
+    if resume_from is not None:
+        resume_order(order, read_state(resume_from)["fingerprint"], len(train))
     schedule = build_schedule(arguments, order.pass_length, global_batch)
     check_passes(order, arguments, schedule.max_steps)
     return Plan(
@@ -94,21 +93,14 @@ def build_plan(
     )
 
 
-def pass_length(order: TrainingOrder, sequences: int, resume_from: Path | None) -> float:
-    """How many sequences a run of one epoch reads; a run that resumes reads as many as when it began.
+def resume_order(order: TrainingOrder, stored: Fingerprint, sequences: int) -> None:
+    """Gives the order of a run that resumes the length of a pass and the blocks with which the run began.
 
-    Checkpoints of earlier versions lack this number. Their runs read all `sequences` once, whatever the `epochs`.
+    Checkpoints of earlier versions lack these numbers. Their runs read all `sequences` once, whatever the `epochs`.
     """
-    if resume_from is None:
-        return order.pass_length
-    return read_state(resume_from)["fingerprint"].get("pass_length", sequences)
-
-
-def mixture_block(order: MixtureOrder, arguments: PretrainArguments, resume_from: Path | None) -> int:
-    """The length of a mixture's blocks; a run that resumes keeps those that it began with."""
-    if resume_from is not None:
-        return int(read_state(resume_from)["fingerprint"].get("mixture_block", MIXTURE_BLOCK))
-    return block_within(order.pass_length, len(order.sizes)) if arguments.has_source_epochs else MIXTURE_BLOCK
+    order.pass_length = stored.get("pass_length", sequences)
+    if isinstance(order, MixtureOrder):
+        order.divide(stored.get("mixture_block", MIXTURE_BLOCK))
 
 
 def check_passes(order: TrainingOrder, arguments: PretrainArguments, max_steps: int) -> None:

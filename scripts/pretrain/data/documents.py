@@ -14,7 +14,6 @@ from datasets.table import CastError
 from ...common.builtin_corpus import Split, builtin_conversations, builtin_corpus_name, builtin_documents
 from ...common.errors import UserError, first_line
 from ..arguments import PretrainArguments
-from ..options.mappings import SourceOptions
 from .files import LOADERS, find_files, leave_out_empty
 from .indexed_names import is_indexed
 
@@ -30,12 +29,10 @@ class Documents:
     Attributes:
         train: the training documents of each source, except for sources whose tokens exist already.
         validation: the validation documents; None if validation reads tokens that exist already.
-        name: what records and model cards call the training data.
     """
 
     train: Mapping[str, Dataset]
     validation: Dataset | None
-    name: str
 
 
 def load_documents(arguments: PretrainArguments) -> Documents:
@@ -55,7 +52,7 @@ def load_documents(arguments: PretrainArguments) -> Documents:
         parts = {name: hold_out(dataset, share, divisible=divisible) for name, dataset in train.items()}
         train = {name: part[0] for name, part in parts.items()}
         validation = concatenate_datasets([part[1] for part in parts.values()])
-    return Documents(train, validation, describe_sources(arguments))
+    return Documents(train, validation)
 
 
 def check_splits(arguments: PretrainArguments) -> None:
@@ -107,17 +104,15 @@ def load_validation(arguments: PretrainArguments) -> Dataset | None:
 
 def describe_sources(arguments: PretrainArguments) -> str:
     """What records and model cards call the training data."""
-    names = [describe_source(source, arguments) for source in arguments.sources.values()]
-    return ", ".join(names)
 
+    def describe(dataset: str) -> str:
+        if dataset == "builtin":
+            return builtin_corpus_name()
+        if is_hub_name(dataset):
+            return " ".join(filter(None, [dataset, arguments.dataset_config]))
+        return Path(dataset).name
 
-def describe_source(source: SourceOptions, arguments: PretrainArguments) -> str:
-    """What records call one source."""
-    if source.dataset == "builtin":
-        return builtin_corpus_name()
-    if is_hub_name(source.dataset):
-        return " ".join(filter(None, [source.dataset, arguments.dataset_config]))
-    return Path(source.dataset).name
+    return ", ".join(describe(source.dataset) for source in arguments.sources.values())
 
 
 def load_text(source: str, arguments: PretrainArguments, split: str) -> Dataset:

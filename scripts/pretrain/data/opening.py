@@ -10,7 +10,7 @@ from ...common.special_tokens import start_token_id
 from ..arguments import PretrainArguments
 from ..outputs.run_folder import RunFolder
 from .anchored import AnchoredSequences
-from .batch_order import MixtureOrder, TrainingOrder
+from .batch_order import MixtureOrder, TrainingOrder, block_within
 from .indexed import IndexedSamples, IndexedTokens
 from .indexed_names import is_indexed
 from .packing import BestFitSequences, PackedSequences, StreamSegments
@@ -182,6 +182,8 @@ def _order(parts: dict[str, Sequences], arguments: PretrainArguments, global_bat
         order = TrainingOrder(len(part), global_batch, seed, skip)
     else:
         order = MixtureOrder(list(parts), sizes, weights, global_batch, arguments.seed, skip)
+        if arguments.has_source_epochs:
+            order.divide(block_within(sum(weights), len(parts)))
     if arguments.has_source_epochs:
         order.pass_length = sum(weights)
     return order

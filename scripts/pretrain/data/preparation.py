@@ -81,7 +81,6 @@ class Splits:
     Attributes:
         train: the documents of each source that is tokenized before the run.
         validation: the validation documents; None if validation reads tokens that exist already.
-        name: what records call the data.
         training_data: fingerprint of all training data.
         validation_data: fingerprint of the validation data.
         stream_fingerprints: the fingerprint of the documents of each stream that is made, by its folder below the data.
@@ -89,7 +88,6 @@ class Splits:
 
     train: Mapping[str, Dataset]
     validation: Dataset | None
-    name: str
     training_data: str
     validation_data: str
     stream_fingerprints: Mapping[str, str]
@@ -108,10 +106,10 @@ def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
     Raises:
         UserError: the data or the tokenizer cannot be used, or what the run already has is damaged.
     """
-    splits = _load_splits(arguments)
+    splits, name = _load_splits(arguments), documents.describe_sources(arguments)
     given = None if arguments.tokenizer == "bpe" else tokenizer.load_tokenizer(str(arguments.tokenizer))
     if given is None and not splits.train:
-        raise UserError(f"{splits.name} holds tokens already; name the tokenizer that made them")
+        raise UserError(f"{name} holds tokens already; name the tokenizer that made them")
     masks = arguments.objective == "masked_lm"
     identity, template = f"bpe {arguments.vocab_size}{' with masks' if masks else ''}", ""
     if given is not None:
@@ -119,7 +117,7 @@ def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
         identity = _fit_and_identify(given, arguments)
         template = digest_of(str(given.chat_template)) if arguments.chat_column else ""
     source = Source(
-        name=splits.name,
+        name=name,
         training_data=splits.training_data,
         validation_data=splits.validation_data,
         tokenizer=identity,
@@ -164,18 +162,16 @@ def _load(arguments: PretrainArguments) -> Splits:
     loaded = documents.load_documents(arguments)
     by_source = {name: digests.digest(dataset) for name, dataset in loaded.train.items()}
     held_out = None if loaded.validation is None else digests.digest(loaded.validation)
-    sources = arguments.sources
-    tokens = {name: IndexedTokens.open(Path(s.dataset)) for name, s in sources.items() if is_indexed(s.dataset)}
     prints = {
-        name: by_source[name].fingerprint if name in by_source else tokens[name].fingerprint
-        for name in arguments.sources
+        name: (by_source[name] if name in by_source else IndexedTokens.open(Path(source.dataset))).fingerprint
+        for name, source in arguments.sources.items()
     }
     training = prints["train"] if set(prints) == {"train"} else json.dumps(prints)
     validation = _validation_fingerprint(arguments, held_out)
     if training == validation:
         raise UserError(
-            f"the validation data is the training data of {loaded.name}; name other validation data, or none to have "
-            "some of the training data held out"
+            f"the validation data is the training data of {documents.describe_sources(arguments)}; name other "
+            "validation data, or none to have some of the training data held out"
         )
     if held_out is not None and by_source:
         digests.warn_of_copies(by_source, held_out)
@@ -183,7 +179,6 @@ def _load(arguments: PretrainArguments) -> Splits:
     return Splits(
         train=loaded.train,
         validation=loaded.validation,
-        name=loaded.name,
         training_data=training,
         validation_data=validation,
         stream_fingerprints=streams,
@@ -214,7 +209,6 @@ def _load_stream(arguments: PretrainArguments) -> Splits:
     return Splits(
         train={},
         validation=validation,
-        name=documents.describe_sources(arguments),
         training_data=f"stream {digests.digest(first).fingerprint}",
         validation_data=held_out.fingerprint,
         stream_fingerprints={VALIDATION: held_out.fingerprint},

@@ -13,6 +13,7 @@ from dynattn.scripts.pretrain.data.digests import digest, warn_of_copies
 from dynattn.scripts.pretrain.data.documents import (
     check_splits,
     cut_tail,
+    describe_sources,
     hold_out,
     is_hub_name,
     load_documents,
@@ -104,7 +105,7 @@ def test_named_validation_data_is_used(tmp_path: Path):
     )
     loaded = load_documents(arguments)
     assert (loaded.train["train"]["text"][:], loaded.validation["text"][:]) == (["training text"], ["other text"])
-    assert loaded.name == "a.txt"
+    assert describe_sources(arguments) == "a.txt"
 
 
 def test_a_file_that_is_gone_is_no_dataset_of_the_hub(tmp_path: Path):
