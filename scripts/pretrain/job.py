@@ -155,22 +155,23 @@ def build_accelerator(arguments: PretrainArguments) -> Accelerator:
 def make_plan(engine: Engine, arguments: PretrainArguments, run: RunFolder, resume_from: Path | None) -> Plan:
     """Prepares the data and plans the run; if one process refuses it, all do, and an earlier run stays as it is."""
     accelerator = engine.accelerator
-    on_meta = engine.takes_weights_of_first and not accelerator.is_main_process
-    source = on_main(accelerator, run.path, lambda: prepare(arguments, run))
-    processes = accelerator.num_processes
-    plan = on_all(run.path, lambda: build_plan(arguments, run, source, processes, resume_from, on_meta=on_meta))
-    on_all(run.path, lambda: check_precision(engine, arguments))
-    on_all(run.path, lambda: check_attention(arguments, accelerator.device))
+    # These come first, because the data may take hours.
+    on_all(run.path, lambda: check_device(engine, arguments))
     on_main(accelerator, run.path, lambda: check_trackers(arguments.trackers))
-    if arguments.compile:
-        on_all(run.path, lambda: check_compiler("compile", accelerator.device))
+    source = on_main(accelerator, run.path, lambda: prepare(arguments, run))
+    plan = on_all(run.path, lambda: build_plan(engine, arguments, run, source, resume_from))
     if resume_from is not None:
         on_main(accelerator, run.path, lambda: check_same_run(resume_from, plan.fingerprint))
     return plan
 
 
-def check_precision(engine: Engine, arguments: PretrainArguments) -> None:
-    """Raises UserError if fractional positions would be rounded: other engines than DDP give layers bfloat16 inputs."""
+def check_device(engine: Engine, arguments: PretrainArguments) -> None:
+    """Raises UserError if the device of this process lacks what the arguments ask for, or would round positions."""
+    device = engine.accelerator.device
+    check_attention(arguments, device)
+    if arguments.compile:
+        check_compiler("compile", device)
+    # Other engines than DDP give layers bfloat16 inputs.
     if arguments.position_sampling == "jitter" and arguments.mixed_precision == "bf16" and engine.name != "ddp":
         raise UserError(
             f"position_sampling=jitter has fractions, which engine={engine.name} rounds to bfloat16; take subset, "

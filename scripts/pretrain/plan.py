@@ -50,28 +50,21 @@ class Plan:
 
 
 def build_plan(
-    arguments: PretrainArguments,
-    run: RunFolder,
-    source: Source,
-    processes: int,
-    resume_from: Path | None,
-    *,
-    on_meta: bool = False,
+    engine: Engine, arguments: PretrainArguments, run: RunFolder, source: Source, resume_from: Path | None
 ) -> Plan:
     """Opens the data that `prepare` made from `source`, and builds model and schedule; it writes nothing.
-
-    Args:
-        on_meta: build the model on the meta device; the engine sends it the weights of another process.
 
     Raises:
         UserError: data, model and arguments do not fit each other.
     """
     tokenizer = load_tokenizer(run.current(run.tokenizer))
     objective = make_objective(arguments, tokenizer)
-    global_batch = arguments.batch_size * arguments.gradient_accumulation_steps * processes
+    accelerator = engine.accelerator
+    global_batch = arguments.batch_size * arguments.gradient_accumulation_steps * accelerator.num_processes
     train, validation, order = open_data(run, arguments, tokenizer, global_batch)
     set_seed(arguments.seed)
     config = build_config(arguments, tokenizer)
+    on_meta = engine.takes_weights_of_first and not accelerator.is_main_process
     model = build_model(arguments, config, on_meta=on_meta)
     if resume_from is not None:
         resume_order(order, read_state(resume_from)["fingerprint"], len(train))

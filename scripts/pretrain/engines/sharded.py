@@ -57,7 +57,6 @@ class ShardedEngine(Engine):
         return model, build(model)
 
     def accumulating(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
-        """The context of a forward and backward pass; gradients are exchanged in the last one of an update."""
         return nullcontext() if is_last else without_exchange(model)
 
     def end_scoring(self, model: nn.Module) -> None:
@@ -76,7 +75,6 @@ class ShardedEngine(Engine):
         return cast("dict[str, Tensor]", get_model_state_dict(model, options=whole))
 
     def sharding(self) -> str:
-        """What a process holds, in words for the terminal."""
         replicas = self.accelerator.num_processes // self.shards
         copies = f", {replicas} replicas" if replicas > 1 else ""
         return f"weights, gradients and optimizer state in {self.shards} shard{'s' * (self.shards > 1)}{copies}"

@@ -96,10 +96,6 @@ class ZeroEngine(Engine):
         return ZeroState(self._engine).collect()
 
     def load_tensors(self, folder: Path, model: nn.Module, optimizer: Optimizer, average: WeightAverage | None) -> None:
-        """Restores the `training_tensors` that were written into `folder`, by whichever engine.
-
-        One process reads each tensor and sends it to the others.
-        """
         ZeroState(self._engine).restore(folder)
 
     def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
@@ -108,7 +104,6 @@ class ZeroEngine(Engine):
         return {name.removeprefix(WEIGHTS): tensor for name, tensor in tensors.items()}
 
     def sharding(self) -> str:
-        """What a process holds, in words for the terminal."""
         shared = ("optimizer state", "gradients and optimizer state", "weights, gradients and optimizer state")
         return f"{shared[self.stage - 1]} in {self.accelerator.num_processes} shards"
 
