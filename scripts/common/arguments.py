@@ -5,6 +5,7 @@ The options of a dataclass are those that `transformers.HfArgumentParser` makes 
 
 import dataclasses
 import difflib
+import json
 import math
 import re
 from argparse import (
@@ -243,6 +244,23 @@ def parse_bool(text: str) -> bool:
     if text.lower() not in (*TRUE, *FALSE):
         raise ArgumentTypeError(f"{text!r} is neither {'/'.join(TRUE)} nor {'/'.join(FALSE)}")
     return text.lower() in TRUE
+
+
+def parse_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """A mapping: the one that was read from YAML, or the JSON text of the command line parsed.
+
+    Raises:
+        UserError: the text is not JSON, or the value is not a mapping; the message names the option `name`.
+    """
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:  # numbers of too many digits are no JSONDecodeError
+        raise UserError(
+            f"{name} {str(value)[:60]!r} is not JSON ({error}); write it like '{{\"name\": 64}}'"
+        ) from error
+    if parsed is not None and not isinstance(parsed, dict):
+        raise UserError(f"{name} must be a mapping of names to values, not {value!r}")
+    return parsed
 
 
 def _use_as_defaults(parser: ArgumentParser, cls: type[Any], values: Mapping[str, Any], source: str) -> None:

@@ -5,11 +5,10 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..common.arguments import YAML_ENDINGS, parse_arguments
+from ..common.arguments import YAML_ENDINGS, parse_arguments, parse_mapping
 from ..common.errors import UserError
 from ..pretrain.arguments import PretrainArguments
 from ..pretrain.main import find_shipped
-from ..pretrain.options.mappings import parse_mapping
 
 # Arguments that all variants must have in common, because losses on other data or tokens cannot be compared. A streamed
 # data set holds out other documents than one that is read whole. The length of sequences, whether documents are

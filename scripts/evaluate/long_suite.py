@@ -1,6 +1,5 @@
 """The suite `long`: the measurements of `long_context` for one or several checkpoints, as a table and a plot."""
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from zlib import crc32
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from ..common.arguments import parse_mapping
 from ..common.builtin_corpus import builtin_documents
 from ..common.errors import UserError
 from ..common.markdown import joined_table, table
@@ -55,8 +55,8 @@ def evaluate_long(arguments: EvaluateArguments) -> None:
 
 def measure_checkpoint(name: str, arguments: EvaluateArguments) -> dict[str, Any]:
     """All measurements of one checkpoint, up to 8 times the trained length or what the model can read."""
-    given = arguments.rope_parameters
-    model, tokenizer = load_named(name, arguments, None if given is None else partial(change_rope, parse_rope(given)))
+    rope = parse_mapping("rope_parameters", arguments.rope_parameters)
+    model, tokenizer = load_named(name, arguments, None if rope is None else partial(change_rope, rope))
     trained = arguments.max_length or getattr(model.config, "max_position_embeddings", None)
     if trained is None:
         raise UserError(f"{name} does not say how long the texts were that it was trained on; give --max_length")
@@ -176,20 +176,3 @@ def change_rope(changes: Mapping[str, Any], config: PreTrainedConfig) -> dict[st
 def _trained(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Of the parameters of one rotary embedding, those that every kind of scaling has."""
     return {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if rope.get(name) is not None}
-
-
-def parse_rope(text: str) -> dict[str, Any]:
-    """Rotary parameters that an option gives as JSON.
-
-    Raises:
-        UserError: the text is not JSON, or not a mapping.
-    """
-    try:
-        rope = json.loads(text)
-    except ValueError as error:
-        raise UserError(
-            f"rope_parameters={text!r} is no JSON: {error}; give a mapping such as " + '{"rope_type": "linear"}'
-        ) from error
-    if not isinstance(rope, dict):
-        raise UserError(f"rope_parameters={text!r} must be a mapping such as " + '{"rope_type": "linear", "factor": 4}')
-    return rope

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..common.arguments import parse_mapping
 from ..common.errors import UserError
 from .data.indexed_names import is_indexed
-from .options.mappings import SourceOptions, parse_mapping, parse_source
 from .options.ranges import RangedOptions
+from .options.sources import SourceOptions, parse_source
 from .options.sweep import Sweep
 
 

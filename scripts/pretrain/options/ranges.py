@@ -7,10 +7,10 @@ from typing import Any, get_args
 
 from ...common.number_ranges import check_seed
 from .data import DataOptions, Packing, PositionSampling
-from .mappings import require
 from .model import ModelOptions, ObjectiveName
 from .optimization import OptimizationOptions, OptimizerName, Schedule
 from .running import BadUpdateChoice, EngineName, Precision, RunningOptions
+from .sources import require
 
 POSITIVE = (
     "vocab_size",

@@ -1,6 +1,5 @@
-"""Options that are mappings: changes to a configuration, and the sources of a mixture of training data."""
+"""The sources of a mixture of training data."""
 
-import json
 import math
 import re
 from dataclasses import dataclass, fields
@@ -46,25 +45,6 @@ def parse_source(name: Any, options: Any) -> SourceOptions:
     if ("weight" in numbers) == ("epochs" in numbers):
         raise UserError(f"mixture.{name} needs either weight or epochs; give one of them")
     return SourceOptions(str(options["dataset"]), **numbers)
-
-
-def parse_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    """A mapping: the one that was read from YAML, or the JSON text of the command line parsed.
-
-    Raises:
-        UserError: the text is not JSON, or the value is not a mapping; the message names the option `name`.
-    """
-    if not isinstance(value, str):
-        parsed = value
-    else:
-        try:
-            parsed = json.loads(value)
-        except (ValueError, RecursionError) as error:  # numbers of too many digits are no JSONDecodeError
-            text = value if len(value) <= 60 else f"{value[:60]}..."
-            raise UserError(f"{name} {text!r} is not JSON ({error}); write it like '{{\"name\": 64}}'") from error
-    if parsed is not None and not isinstance(parsed, dict):
-        raise UserError(f"{name} must be a mapping of names to values, not {value!r}")
-    return parsed
 
 
 def require(condition: bool, name: str, value: object, limit: str) -> None:
