@@ -26,12 +26,19 @@ from .errors import UserError
 from .yaml_files import read_yaml
 
 Arguments = TypeVar("Arguments")
+Default = TypeVar("Default")
 
 YAML_ENDINGS = (".yaml", ".yml")
 TRUE, FALSE = ("yes", "true", "on", "t", "y", "1"), ("no", "false", "off", "f", "n", "0")
 EPILOG = """\
 FILE.yaml sets options in lines `NAME: VALUE`; options of the command line override it. On the command line, names may
 have dashes instead of underscores."""
+
+
+def option(default: Default, text: str) -> Default:
+    """A field of a dataclass of options, with its default and the text that the help shows for it."""
+    choice: Any = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return dataclasses.field(**choice, metadata={"help": text})
 
 
 class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
@@ -255,9 +262,8 @@ def parse_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, An
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:  # numbers of too many digits are no JSONDecodeError
-        raise UserError(
-            f"{name} {str(value)[:60]!r} is not JSON ({error}); write it like '{{\"name\": 64}}'"
-        ) from error
+        start = str(value)[:60]
+        raise UserError(f"{name} {start!r} is not JSON ({error}); write it like '{{\"name\": 64}}'") from error
     if parsed is not None and not isinstance(parsed, dict):
         raise UserError(f"{name} must be a mapping of names to values, not {value!r}")
     return parsed

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..common.arguments import given_options
+from ..common.arguments import given_options, option
 from ..common.errors import UserError
 from ..common.number_ranges import check_seed
 from .quoted import NEAREST, check_quoted
@@ -28,85 +28,55 @@ class EvaluateArguments:
     """
 
     model: str = field(metadata={"help": "checkpoint folder or Hub name; may be given without the option's name"})
-    tokenizer: str | None = field(
-        default=None,
-        metadata={"help": "tokenizer folder or Hub name, for all checkpoints; by default each has its own"},
+    tokenizer: str | None = option(
+        None, "tokenizer folder or Hub name, for all checkpoints; by default each has its own"
     )
-    suite: Literal["builtin", "dcformer", "pythia", "long"] = field(
-        default="builtin",
-        metadata={
-            "help": "builtin (held-out text and synthetic questions), dcformer (the DCFormer paper's 74 forms of "
-            "in-context question), pythia (the papers' downstream tasks, whose data is on the Hub; the others need "
-            "no network) or long (loss by position and pass keys in texts of up to 8 times --max_length)"
-        },
+    suite: Literal["builtin", "dcformer", "pythia", "long"] = option(
+        "builtin",
+        "builtin (held-out text and synthetic questions), dcformer (the DCFormer paper's 74 forms of "
+        "in-context question), pythia (the papers' downstream tasks, whose data is on the Hub; the others need "
+        "no network) or long (loss by position and pass keys in texts of up to 8 times --max_length)",
     )
-    rope_parameters: str | None = field(
-        default=None,
-        metadata={"help": "--suite long: rotary parameters to change, as JSON; base and rotated share stay"},
+    rope_parameters: str | None = option(
+        None, "--suite long: rotary parameters to change, as JSON; base and rotated share stay"
     )
-    tasks: list[str] | None = field(
-        default=None, metadata={"help": "names or patterns of lm-eval tasks to score instead of a suite"}
+    tasks: list[str] | None = option(None, "names or patterns of lm-eval tasks to score instead of a suite")
+    dataset: str | None = option(
+        None,
+        "a .txt, .json, .jsonl or .parquet file whose documents are scored in bits per byte, instead of "
+        "tasks; with --suite long, the text to read",
     )
-    dataset: str | None = field(
-        default=None,
-        metadata={
-            "help": "a .txt, .json, .jsonl or .parquet file whose documents are scored in bits per byte, instead of "
-            "tasks; with --suite long, the text to read"
-        },
+    text_column: str = option("text", "column of --dataset that holds the text")
+    others: list[str] = option([], "further checkpoints to compare with the first, on --dataset or with --suite long")
+    quoted: list[str] | None = option(
+        None,
+        "Pythia models, such as pythia-410m, whose published scores are shown too, marked as quoted; "
+        "nearest is the one of the nearest size, which is the default of --suite pythia",
     )
-    text_column: str = field(default="text", metadata={"help": "column of --dataset that holds the text"})
-    others: list[str] = field(
-        default_factory=list,
-        metadata={"help": "further checkpoints to compare with the first, on --dataset or with --suite long"},
+    include_path: str | None = option(None, "folder with further lm-eval task files")
+    num_fewshot: list[int] | None = option(
+        None,
+        "few-shot examples in the prompt; with several numbers tasks are scored with each; by default each "
+        "task's own number, for --suite pythia 0 5",
     )
-    quoted: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Pythia models, such as pythia-410m, whose published scores are shown too, marked as quoted; "
-            "nearest is the one of the nearest size, which is the default of --suite pythia"
-        },
+    limit: int | None = option(
+        None, "score only this many documents of each task, from its start (--suite long: windows and pass keys)"
     )
-    include_path: str | None = field(default=None, metadata={"help": "folder with further lm-eval task files"})
-    num_fewshot: list[int] | None = field(
-        default=None,
-        metadata={
-            "help": "few-shot examples in the prompt; with several numbers tasks are scored with each; by default each "
-            "task's own number, for --suite pythia 0 5"
-        },
+    batch_size: int = option(8, "sequences in a forward pass; scores do not depend on it")
+    max_length: int | None = option(None, "tokens of context; the model's max_position_embeddings by default")
+    truncate: bool = option(False, "cut prompts that are too long from the left instead of refusing them")
+    carry_memory: bool = option(
+        False, "for perplexities, read each document in segments and carry the model's memory along (rcmha)"
     )
-    limit: int | None = field(
-        default=None,
-        metadata={
-            "help": "score only this many documents of each task, from its start (--suite long: windows and pass keys)"
-        },
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", "dtype of the weights; auto: as saved")
+    device: str | None = option(None, "cpu, cuda, cuda:1 ...; by default a GPU if there is one")
+    seed: int = option(1234, "seed for the choice of few-shot examples and of pass keys")
+    trust_remote_code: bool = option(False, "run model code that comes with the checkpoint")
+    output: str | None = option(
+        None, "folder for results.json, results.md and samples.jsonl; by default only a table is printed"
     )
-    batch_size: int = field(default=8, metadata={"help": "sequences in a forward pass; scores do not depend on it"})
-    max_length: int | None = field(
-        default=None, metadata={"help": "tokens of context; the model's max_position_embeddings by default"}
-    )
-    truncate: bool = field(
-        default=False, metadata={"help": "cut prompts that are too long from the left instead of refusing them"}
-    )
-    carry_memory: bool = field(
-        default=False,
-        metadata={
-            "help": "for perplexities, read each document in segments and carry the model's memory along (rcmha)"
-        },
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto", metadata={"help": "dtype of the weights; auto: as saved"}
-    )
-    device: str | None = field(
-        default=None, metadata={"help": "cpu, cuda, cuda:1 ...; by default a GPU if there is one"}
-    )
-    seed: int = field(default=1234, metadata={"help": "seed for the choice of few-shot examples and of pass keys"})
-    trust_remote_code: bool = field(default=False, metadata={"help": "run model code that comes with the checkpoint"})
-    output: str | None = field(
-        default=None,
-        metadata={"help": "folder for results.json, results.md and samples.jsonl; by default only a table is printed"},
-    )
-    log_samples: bool = field(default=False, metadata={"help": "write every document with its scores; needs --output"})
-    overwrite: bool = field(default=False, metadata={"help": "replace the results that are in --output"})
+    log_samples: bool = option(False, "write every document with its scores; needs --output")
+    overwrite: bool = option(False, "replace the results that are in --output")
 
     def __post_init__(self) -> None:
         at_least = {"limit": 1, "batch_size": 1, "max_length": 2}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..common.arguments import name_words, parse_arguments
+from ..common.arguments import name_words, option, parse_arguments
 from ..common.errors import UserError
 from ..common.folder_names import resolve_destination
 
@@ -30,11 +30,9 @@ class ConsolidateArguments:
 
     source: str = field(metadata={"help": "checkpoint or run (SRC, the first argument)"})
     destination: str = field(metadata={"help": "folder to write (DST, the second argument)"})
-    dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"help": "dtype of the saved weights"})
-    average: bool = field(
-        default=False, metadata={"help": "take the moving average of the weights, which a run with ema_decay keeps"}
-    )
-    overwrite: bool = field(default=False, metadata={"help": "replace the checkpoint that DST holds"})
+    dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of the saved weights")
+    average: bool = option(False, "take the moving average of the weights, which a run with ema_decay keeps")
+    overwrite: bool = option(False, "replace the checkpoint that DST holds")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,7 +1,9 @@
 """Options of a run about its model: which one is trained, from which weights, and to predict what."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
+
+from ...common.arguments import option
 
 ObjectiveName = Literal["causal_lm", "masked_lm"]
 # The unit of the loss of each objective.
@@ -12,23 +14,17 @@ LOSS_UNITS = {"causal_lm": "nats per token", "masked_lm": "nats per masked token
 class ModelOptions:
     """Which model is trained, from which weights, and to predict what."""
 
-    objective: ObjectiveName = field(
-        default="causal_lm",
-        metadata={"help": "what is predicted: causal_lm (the next token) or masked_lm (masked tokens; for encoders)"},
+    objective: ObjectiveName = option(
+        "causal_lm", "what is predicted: causal_lm (the next token) or masked_lm (masked tokens; for encoders)"
     )
-    model_type: str | None = field(
-        default=None,
-        metadata={"help": "architecture to train from scratch; dcformer by default, dcmodernbert for masked_lm"},
+    model_type: str | None = option(
+        None, "architecture to train from scratch; dcformer by default, dcmodernbert for masked_lm"
     )
-    model_size: str | None = field(
-        default=None, metadata={"help": "named size of the architecture; tiny by default, if it has named sizes"}
+    model_size: str | None = option(None, "named size of the architecture; tiny by default, if it has named sizes")
+    model_config: dict[str, Any] | str | None = option(
+        None, "changes to the configuration: a mapping in YAML, JSON on the command line"
     )
-    model_config: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "changes to the configuration: a mapping in YAML, JSON on the command line"}
-    )
-    init_from: str | None = field(
-        default=None, metadata={"help": "checkpoint folder or Hub name to continue from, instead of fresh weights"}
-    )
-    attn_implementation: str | None = field(
-        default=None, metadata={"help": "attention implementation; by default the best one for model and device"}
+    init_from: str | None = option(None, "checkpoint folder or Hub name to continue from, instead of fresh weights")
+    attn_implementation: str | None = option(
+        None, "attention implementation; by default the best one for model and device"
     )

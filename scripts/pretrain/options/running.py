@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ...common.arguments import option
+
 Precision = Literal["no", "bf16"]
 EngineName = Literal["ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3"]
 BadUpdateChoice = Literal["stop", "skip", "rollback"]
@@ -15,96 +17,62 @@ class RunningOptions:
 
     output: str = field(metadata={"help": "folder of the run: checkpoints, metrics, final model"})
 
-    seed: int = field(default=0, metadata={"help": "seed of the initial weights, the order of the data and dropout"})
-    mixed_precision: Precision = field(
-        default="no", metadata={"help": "no (float32) or bf16 (autocast; weights stay float32)"}
+    seed: int = option(0, "seed of the initial weights, the order of the data and dropout")
+    mixed_precision: Precision = option("no", "no (float32) or bf16 (autocast; weights stay float32)")
+    engine: EngineName | None = option(
+        None,
+        "how processes share the model: ddp (each has all of it), fsdp2 (each a shard), hsdp (shards in a "
+        "machine, replicas over machines) or zero1, zero2, zero3 (DeepSpeed); by default what `accelerate launch` "
+        "is configured for, or ddp",
     )
-    engine: EngineName | None = field(
-        default=None,
-        metadata={
-            "help": "how processes share the model: ddp (each has all of it), fsdp2 (each a shard), hsdp (shards in a "
-            "machine, replicas over machines) or zero1, zero2, zero3 (DeepSpeed); by default what `accelerate launch` "
-            "is configured for, or ddp"
-        },
+    shard_processes: int | None = option(None, "hsdp: processes that share a replica; by default those of one machine")
+    gradient_checkpointing: bool = option(
+        False, "save memory: recompute each layer in the backward pass, except the output of its attention"
     )
-    shard_processes: int | None = field(
-        default=None, metadata={"help": "hsdp: processes that share a replica; by default those of one machine"}
+    compile: bool = option(False, "compile the model with torch.compile")
+    cuda_graphs: bool = option(
+        False,
+        "with compile: replay the model's kernels as CUDA graphs, for updates that wait for the CPU to launch them "
+        "(torch.compile's mode reduce-overhead)",
     )
-    gradient_checkpointing: bool = field(
-        default=False,
-        metadata={"help": "save memory: recompute each layer in the backward pass, except the output of its attention"},
-    )
-    compile: bool = field(default=False, metadata={"help": "compile the model with torch.compile"})
-    cuda_graphs: bool = field(
-        default=False,
-        metadata={
-            "help": "with compile: replay the model's kernels as CUDA graphs, for updates that wait for the CPU to "
-            "launch them (torch.compile's mode reduce-overhead)"
-        },
-    )
-    dataloader_workers: int = field(default=0, metadata={"help": "processes that prepare batches"})
+    dataloader_workers: int = option(0, "processes that prepare batches")
 
-    on_bad_update: BadUpdateChoice = field(
-        default="stop",
-        metadata={
-            "help": "what to do if the loss or a gradient is not finite, or the loss is a spike: stop, skip the "
-            "update, or rollback (go back to the newest checkpoint and leave out the data read since then)"
-        },
+    on_bad_update: BadUpdateChoice = option(
+        "stop",
+        "what to do if the loss or a gradient is not finite, or the loss is a spike: stop, skip the "
+        "update, or rollback (go back to the newest checkpoint and leave out the data read since then)",
     )
-    spike_threshold: float | None = field(
-        default=None,
-        metadata={
-            "help": "a loss this many standard deviations above the mean of the last 100 is a spike; by default none is"
-        },
+    spike_threshold: float | None = option(
+        None, "a loss this many standard deviations above the mean of the last 100 is a spike; by default none is"
     )
-    max_bad_updates: int = field(
-        default=10, metadata={"help": "with skip and rollback: stop after more bad updates than this"}
+    max_bad_updates: int = option(10, "with skip and rollback: stop after more bad updates than this")
+
+    trackers: list[Tracker] = option([], "where to log besides metrics.jsonl and TensorBoard: wandb, trackio")
+    sweep: str | None = option(
+        None,
+        "make several runs in folders below output that differ in one number, and plot their validation "
+        "losses; NAME=FIRST:LAST:COUNT, such as lr=1e-4:1e-2:7",
+    )
+    sweep_workers: int = option(1, "runs of a sweep that are made at the same time, each in a process of its own")
+    dry_run: bool = option(False, "train nothing; print parameters, FLOPs, memory, time and cost of the run")
+    on: str = option("h100:1", "dry_run: kind and number of GPUs to estimate for, such as h100:64")
+    price_per_gpu_hour: float | None = option(
+        None, "dry_run: price of one GPU for an hour, to print the cost of the run"
     )
 
-    trackers: list[Tracker] = field(
-        default_factory=list, metadata={"help": "where to log besides metrics.jsonl and TensorBoard: wandb, trackio"}
+    log_every: int = option(10, "updates between two lines of training metrics")
+    eval_every: int = option(100, "updates between two validations; the last update is always validated")
+    save_every: int = option(100, "updates between two checkpoints; the last update is always saved")
+    save_in_background: bool = option(
+        False, "copy checkpoints to the memory of the CPU, and go on training while they are written"
     )
-    sweep: str | None = field(
-        default=None,
-        metadata={
-            "help": "make several runs in folders below output that differ in one number, and plot their validation "
-            "losses; NAME=FIRST:LAST:COUNT, such as lr=1e-4:1e-2:7"
-        },
+    max_seconds: float | None = option(
+        None, "save a checkpoint and stop after the update during which the run has lasted this long"
     )
-    sweep_workers: int = field(
-        default=1, metadata={"help": "runs of a sweep that are made at the same time, each in a process of its own"}
+    keep_checkpoints: int = option(3, "newest checkpoints to keep; 0 keeps all")
+    resume: str = option(
+        "auto",
+        "auto (newest checkpoint of the output folder), intact (the newest that is not damaged), never, or "
+        "a checkpoint folder",
     )
-    dry_run: bool = field(
-        default=False, metadata={"help": "train nothing; print parameters, FLOPs, memory, time and cost of the run"}
-    )
-    on: str = field(
-        default="h100:1", metadata={"help": "dry_run: kind and number of GPUs to estimate for, such as h100:64"}
-    )
-    price_per_gpu_hour: float | None = field(
-        default=None, metadata={"help": "dry_run: price of one GPU for an hour, to print the cost of the run"}
-    )
-
-    log_every: int = field(default=10, metadata={"help": "updates between two lines of training metrics"})
-    eval_every: int = field(
-        default=100, metadata={"help": "updates between two validations; the last update is always validated"}
-    )
-    save_every: int = field(
-        default=100, metadata={"help": "updates between two checkpoints; the last update is always saved"}
-    )
-    save_in_background: bool = field(
-        default=False,
-        metadata={"help": "copy checkpoints to the memory of the CPU, and go on training while they are written"},
-    )
-    max_seconds: float | None = field(
-        default=None,
-        metadata={"help": "save a checkpoint and stop after the update during which the run has lasted this long"},
-    )
-    keep_checkpoints: int = field(default=3, metadata={"help": "newest checkpoints to keep; 0 keeps all"})
-    resume: str = field(
-        default="auto",
-        metadata={
-            "help": "auto (newest checkpoint of the output folder), intact (the newest that is not damaged), never, or "
-            "a checkpoint folder"
-        },
-    )
-    overwrite: bool = field(default=False, metadata={"help": "replace the run that the output folder holds"})
+    overwrite: bool = option(False, "replace the run that the output folder holds")
