@@ -37,14 +37,14 @@ Fingerprints = Mapping[str, str]
 class Source:
     """What the tokenizer and the token streams were made from, and the files that were made.
 
-    Two sources are equal if their texts and tokenizers are; the last two fields are not compared.
+    Two sources are equal if both give the same tokens; `files` is not compared.
 
     Attributes:
         name: what records call the data.
         training_data, validation_data: fingerprints of the texts.
         tokenizer: a fingerprint of a given tokenizer, or how it is trained.
-        chat_template: a digest of the template that renders conversations; empty for texts, None if an earlier version
-            has not stored it. Only this field tells templates apart that tokenizers have of their own.
+        chat_template: a digest of the template that renders conversations; empty for texts. Only this field tells
+            templates apart that tokenizers have of their own.
         files: size and checksum of every file that was made, by its path relative to the folder of the run.
     """
 
@@ -52,13 +52,8 @@ class Source:
     training_data: str
     validation_data: str
     tokenizer: str
-    chat_template: str | None = field(default=None, compare=False)
+    chat_template: str = ""
     files: Mapping[str, Sequence[int]] = field(default_factory=dict, compare=False)
-
-    def makes_same_as(self, other: "Source") -> bool:
-        """Whether both give the same tokens; a chat template that an earlier version has not stored counts as equal."""
-        templates = {self.chat_template, other.chat_template}
-        return self == other and (None in templates or len(templates) == 1)
 
     def fingerprint(self) -> dict[str, Any]:
         """What must not have changed when a run is resumed: its texts, its tokenizer and its tokens."""
@@ -124,7 +119,7 @@ def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
         chat_template=template,
     )
     stored = _read_source(run.data)
-    if stored is not None and source.makes_same_as(stored):
+    if stored is not None and source == stored:
         _check_undamaged(run, stored)
         return stored
     texts = chain.from_iterable(documents.iterate_texts(dataset) for dataset in splits.train.values())
