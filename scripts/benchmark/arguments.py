@@ -3,9 +3,10 @@
 Nothing here imports PyTorch, so that `--help` and mistyped options are answered at once.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+from ..common.arguments import option
 from ..common.errors import UserError
 from ..common.number_ranges import check_positive, check_seed
 from .harness.shapes import parse_shape
@@ -21,71 +22,49 @@ class BenchmarkArguments:
         UserError: a number is out of its range, or a shape is malformed.
     """
 
-    subjects: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "what to measure: attention, block, training, prefill, decode, step, relative, bidirectional, "
-            "long, positions, profile; all but the last four if not given"
-        },
+    subjects: list[str] | None = option(
+        None,
+        "what to measure: attention, block, training, prefill, decode, step, relative, bidirectional, "
+        "long, positions, profile; all but the last four if not given",
     )
-    shapes: list[str] | None = field(
-        default=None,
-        metadata={"help": "HEADSxWIDTH@LENGTH, for relative also +MEMORY; each subject's own if not given"},
+    shapes: list[str] | None = option(
+        None, "HEADSxWIDTH@LENGTH, for relative also +MEMORY; each subject's own if not given"
     )
-    implementations: list[str] | None = field(
-        default=None, metadata={"help": "measure only these candidates, by their names in the tables"}
+    implementations: list[str] | None = option(None, "measure only these candidates, by their names in the tables")
+    dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "number format")
+    device: str = option("cpu", "where to compute: cpu, cuda, cuda:1 ...")
+    threads: int | None = option(None, "threads on the CPU; OMP_NUM_THREADS if not given, or 1")
+    window: int | None = option(None, "keys that a query sees, itself included; all if not given")
+    layer_types: Literal["L", "LG", "LGLL"] = option(
+        "L", "layers of a model with --window, repeated: L has the window, G sees all keys"
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = field(default="float32", metadata={"help": "number format"})
-    device: str = field(default="cpu", metadata={"help": "where to compute: cpu, cuda, cuda:1 ..."})
-    threads: int | None = field(
-        default=None, metadata={"help": "threads on the CPU; OMP_NUM_THREADS if not given, or 1"}
+    batch_size: int = option(1, "sequences in a batch")
+    layers: int = option(2, "layers of the model (training and prefill)")
+    vocabulary: int = option(2048, "vocabulary size of the model")
+    rounds: int | None = option(
+        None, f"rounds, each over all candidates; {ROUNDS} if not given, with --quick {QUICK_ROUNDS}"
     )
-    window: int | None = field(
-        default=None, metadata={"help": "keys that a query sees, itself included; all if not given"}
+    budget: float | None = option(
+        None,
+        "seconds for a candidate, by default any number; if its first call takes longer, it is left out of "
+        "this case and of those with more tokens; if its samples take longer in total, it stops after three rounds",
     )
-    layer_types: Literal["L", "LG", "LGLL"] = field(
-        default="L",
-        metadata={"help": "layers of a model with --window, repeated: L has the window, G sees all keys"},
+    preset: Literal["gpu"] | None = option(
+        None,
+        "gpu: tune the Triton kernels and measure everything for a GPU's record, in runs of ten minutes "
+        "that --resume continues",
     )
-    batch_size: int = field(default=1, metadata={"help": "sequences in a batch"})
-    layers: int = field(default=2, metadata={"help": "layers of the model (training and prefill)"})
-    vocabulary: int = field(default=2048, metadata={"help": "vocabulary size of the model"})
-    rounds: int | None = field(
-        default=None,
-        metadata={"help": f"rounds, each over all candidates; {ROUNDS} if not given, with --quick {QUICK_ROUNDS}"},
+    parts: list[str] | None = option(
+        None,
+        "only these parts of the preset, which an unknown name lists, with the constants that the package "
+        "has, or that an earlier command has found in --output; nothing is tuned",
     )
-    budget: float | None = field(
-        default=None,
-        metadata={
-            "help": "seconds for a candidate, by default any number; if its first call takes longer, it is left out of "
-            "this case and of those with more tokens; if its samples take longer in total, it stops after three rounds"
-        },
-    )
-    preset: Literal["gpu"] | None = field(
-        default=None,
-        metadata={
-            "help": "gpu: tune the Triton kernels and measure everything for a GPU's record, in runs of ten minutes "
-            "that --resume continues"
-        },
-    )
-    parts: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "only these parts of the preset, which an unknown name lists, with the constants that the package "
-            "has, or that an earlier command has found in --output; nothing is tuned"
-        },
-    )
-    quick: bool = field(default=False, metadata={"help": "small shapes, few rounds, nothing compiled: a minute"})
-    seed: int = field(default=0, metadata={"help": "seed of inputs and weights"})
-    output: str = field(default="runs/benchmark", metadata={"help": "folder for record.json, table.md and the plots"})
-    overwrite: bool = field(default=False, metadata={"help": "replace the record that is in --output"})
-    resume: bool = field(
-        default=False, metadata={"help": "continue the record in --output: measure only the cases that it lacks"}
-    )
-    redraw: str | None = field(
-        default=None,
-        metadata={"help": "a record.json whose table and plots are written to --output; measure nothing"},
-    )
+    quick: bool = option(False, "small shapes, few rounds, nothing compiled: a minute")
+    seed: int = option(0, "seed of inputs and weights")
+    output: str = option("runs/benchmark", "folder for record.json, table.md and the plots")
+    overwrite: bool = option(False, "replace the record that is in --output")
+    resume: bool = option(False, "continue the record in --output: measure only the cases that it lacks")
+    redraw: str | None = option(None, "a record.json whose table and plots are written to --output; measure nothing")
 
     def __post_init__(self) -> None:
         for name in ("threads", "window", "batch_size", "layers", "vocabulary", "rounds"):

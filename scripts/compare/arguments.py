@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..common.arguments import option
 from ..common.errors import UserError
 from ..common.number_ranges import check_rates, check_seconds, check_seed, check_seeds
 
@@ -23,27 +24,20 @@ class CompareArguments:
     variants: list[str] = field(
         metadata={"help": "files of arguments of dynattn pretrain, or names of its recipes; the first is the baseline"}
     )
-    output: str = field(default="runs/compare", metadata={"help": "folder of all runs, the record, table and plot"})
-    seeds: int = field(default=5, metadata={"help": "runs of each variant"})
-    first_seed: int = field(
-        default=0, metadata={"help": "the seed from which they count; a later one repeats a comparison on new seeds"}
+    output: str = option("runs/compare", "folder of all runs, the record, table and plot")
+    seeds: int = option(5, "runs of each variant")
+    first_seed: int = option(0, "the seed from which they count; a later one repeats a comparison on new seeds")
+    common: dict[str, Any] | str | None = option(
+        None, "arguments of dynattn pretrain for all variants: a mapping (YAML), or JSON as an option"
     )
-    common: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "arguments of dynattn pretrain for all variants: a mapping (YAML), or JSON as an option"},
+    learning_rates: list[float] | None = option(
+        None, "rates to try; each variant is compared at its best one; by default at its own"
     )
-    learning_rates: list[float] | None = field(
-        default=None, metadata={"help": "rates to try; each variant is compared at its best one; by default at its own"}
+    tuning_seed: int = option(TUNING_SEED, "seed of the runs that choose learning rates, which are not compared")
+    max_seconds: float | None = option(
+        None, "start no run after this many seconds; seeds that all variants have finished are compared"
     )
-    tuning_seed: int = field(
-        default=TUNING_SEED,
-        metadata={"help": "seed of the runs that choose learning rates, which are not compared"},
-    )
-    max_seconds: float | None = field(
-        default=None,
-        metadata={"help": "start no run after this many seconds; seeds that all variants have finished are compared"},
-    )
-    redraw: bool = field(default=False, metadata={"help": "train nothing; make table and plot again from the record"})
+    redraw: bool = option(False, "train nothing; make table and plot again from the record")
 
     def __post_init__(self) -> None:
         if len(self.variants) < 2:

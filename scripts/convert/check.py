@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..common.arguments import option
 from ..common.checkpoint_files import read_config
 from ..common.errors import UserError
 from .common.command_line import parse_with_folders
@@ -24,8 +25,8 @@ class CheckArguments:
 
     first: str = field(metadata={"help": "folder, or name on the Hub (A, the first argument)"})
     second: str = field(metadata={"help": "folder, or name on the Hub (B, the second argument)"})
-    first_revision: str | None = field(default=None, metadata={"help": "branch, tag or commit of A on the Hub"})
-    second_revision: str | None = field(default=None, metadata={"help": "branch, tag or commit of B on the Hub"})
+    first_revision: str | None = option(None, "branch, tag or commit of A on the Hub")
+    second_revision: str | None = option(None, "branch, tag or commit of B on the Hub")
 
 
 def main(argv: Sequence[str]) -> int:

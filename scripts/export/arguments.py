@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..common.arguments import option
 from ..common.errors import UserError
 from ..common.number_ranges import check_seed
 
@@ -20,11 +21,9 @@ class ExportArguments:
     )
     source: str = field(metadata={"help": "folder of the checkpoint (MODEL, the second word); it is left as it is"})
     destination: str = field(metadata={"help": "folder to write (DST, the third word)"})
-    tokens: int = field(
-        default=64, metadata={"help": "tokens that the runtime generates for the proof, after each of two prompts"}
-    )
-    seed: int = field(default=0, metadata={"help": "seed of the random prompts of the proof"})
-    overwrite: bool = field(default=False, metadata={"help": "replace DST if it holds a model"})
+    tokens: int = option(64, "tokens that the runtime generates for the proof, after each of two prompts")
+    seed: int = option(0, "seed of the random prompts of the proof")
+    overwrite: bool = option(False, "replace DST if it holds a model")
 
     def __post_init__(self) -> None:
         if self.tokens < 1:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..common.arguments import option
 from ..common.errors import UserError
 
 # Maps of more tokens than this cannot be read on a page, and the matrices of their pairs do not fit into memory.
@@ -15,14 +16,12 @@ class InspectArguments:
 
     model: str = field(metadata={"help": "folder of a checkpoint, or its name on the Hub"})
     output: str = field(metadata={"help": "folder for page.html, measures.json and the pictures"})
-    tokenizer: str | None = field(
-        default=None, metadata={"help": "folder or Hub name of the tokenizer; by default that of the model"}
-    )
-    text: str | None = field(default=None, metadata={"help": "the text; by default, a page of the built-in corpus"})
-    file: str | None = field(default=None, metadata={"help": "a file with the text"})
-    max_tokens: int = field(default=128, metadata={"help": f"tokens of the text that are read, at most {MOST_TOKENS}"})
-    layer: int | None = field(default=None, metadata={"help": "layer whose maps are drawn; by default the middle one"})
-    overwrite: bool = field(default=False, metadata={"help": "replace an earlier inspection in the output folder"})
+    tokenizer: str | None = option(None, "folder or Hub name of the tokenizer; by default that of the model")
+    text: str | None = option(None, "the text; by default, a page of the built-in corpus")
+    file: str | None = option(None, "a file with the text")
+    max_tokens: int = option(128, f"tokens of the text that are read, at most {MOST_TOKENS}")
+    layer: int | None = option(None, "layer whose maps are drawn; by default the middle one")
+    overwrite: bool = option(False, "replace an earlier inspection in the output folder")
 
     def __post_init__(self) -> None:
         if self.text is not None and self.file is not None:

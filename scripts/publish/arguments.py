@@ -6,6 +6,7 @@ from pathlib import Path
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from ..common.arguments import option
 from ..common.errors import UserError
 from ..common.folder_names import check_revision, resolve_destination, resolve_folder
 
@@ -19,27 +20,18 @@ class PublishArguments:
     """
 
     checkpoint: str = field(metadata={"help": "checkpoint folder; may be given without the option's name"})
-    output: str | None = field(
-        default=None, metadata={"help": "folder to write; by default beside the checkpoint, with '-hub' appended"}
+    output: str | None = option(None, "folder to write; by default beside the checkpoint, with '-hub' appended")
+    overwrite: bool = option(False, "replace the output folder if it holds a checkpoint")
+    verify: bool = option(True, "load the folder in a process without this package, and compare its outputs")
+    license: str | None = option(None, "license of the weights for the model card, such as apache-2.0")
+    evaluation: str | None = option(
+        None, "folder or results.json of dynattn evaluate, whose scores go into the model card's metadata"
     )
-    overwrite: bool = field(default=False, metadata={"help": "replace the output folder if it holds a checkpoint"})
-    verify: bool = field(
-        default=True, metadata={"help": "load the folder in a process without this package, and compare its outputs"}
-    )
-    license: str | None = field(
-        default=None, metadata={"help": "license of the weights for the model card, such as apache-2.0"}
-    )
-    evaluation: str | None = field(
-        default=None,
-        metadata={"help": "folder or results.json of dynattn evaluate, whose scores go into the model card's metadata"},
-    )
-    repo: str | None = field(default=None, metadata={"help": "repository on the Hub to push to, such as NAME/MODEL"})
-    dry_run: bool = field(default=False, metadata={"help": "write and verify the folder, but leave the Hub alone"})
-    private: bool = field(default=False, metadata={"help": "make the repository private if it does not exist yet"})
-    revision: str | None = field(
-        default=None, metadata={"help": "branch to push to (default: main), created if needed"}
-    )
-    commit_message: str | None = field(default=None, metadata={"help": "message of the commit on the Hub"})
+    repo: str | None = option(None, "repository on the Hub to push to, such as NAME/MODEL")
+    dry_run: bool = option(False, "write and verify the folder, but leave the Hub alone")
+    private: bool = option(False, "make the repository private if it does not exist yet")
+    revision: str | None = option(None, "branch to push to (default: main), created if needed")
+    commit_message: str | None = option(None, "message of the commit on the Hub")
 
     def __post_init__(self) -> None:
         check_revision(self.revision)

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from ..common.arguments import parse_arguments
+from ..common.arguments import option, parse_arguments
 from ..common.errors import UserError
 
 if TYPE_CHECKING:  # --help waits for none of these
@@ -29,7 +29,7 @@ class QuantizationArguments:
 
     run: str = field(metadata={"help": "folder of a finished run of dynattn pretrain"})
     output: str = field(metadata={"help": "folder to write record.json and table.md into"})
-    length: int = field(default=128, metadata={"help": "tokens of each window that is scored"})
+    length: int = option(128, "tokens of each window that is scored")
 
     def __post_init__(self) -> None:
         if self.length < 2:

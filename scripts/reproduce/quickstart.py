@@ -11,12 +11,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...configuration.mixers import NO_COMPOSITION
-from ..common.arguments import parse_arguments
+from ..common.arguments import option, parse_arguments
 from ..common.atomic_file import read_json, write_json
 from ..common.errors import StoppedError, UserError
 from ..common.folder_names import make_folder
@@ -57,9 +57,9 @@ print(tokenizer.decode(output[0], skip_special_tokens=True))
 class QuickstartArguments:
     """Arguments of the quickstart."""
 
-    output: str = field(default="runs/quickstart", metadata={"help": "folder for both runs, the table and the plot"})
-    max_steps: int = field(default=300, metadata={"help": "updates of each model"})
-    seed: int = field(default=0, metadata={"help": "seed of both runs"})
+    output: str = option("runs/quickstart", "folder for both runs, the table and the plot")
+    max_steps: int = option(300, "updates of each model")
+    seed: int = option(0, "seed of both runs")
 
     def __post_init__(self) -> None:
         """Raises UserError unless there are updates after the warmup."""
@@ -98,11 +98,10 @@ def check_finished(output: Path, arguments: QuickstartArguments) -> None:
     """Raises UserError if the folder holds a finished run with other arguments, which would be shown in their place."""
     for file in filter(Path.exists, (output / name / "result.json" for name in MODELS)):
         trained = read_json(file, f"remove the folder {file.parent} to train anew")["arguments"]
-        for option in ("max_steps", "seed"):
-            if trained[option] != getattr(arguments, option):
+        for setting in ("max_steps", "seed"):
+            if trained[setting] != (asked := getattr(arguments, setting)):
                 raise UserError(
-                    f"{file} is of a run with {option}={trained[option]}, and not {getattr(arguments, option)}; give "
-                    "another --output"
+                    f"{file} is of a run with {setting}={trained[setting]}, and not {asked}; give another --output"
                 )
 
 

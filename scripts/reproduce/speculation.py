@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..common.arguments import parse_arguments
+from ..common.arguments import option, parse_arguments
 from ..common.errors import UserError
 from ..common.number_ranges import check_positive
 
@@ -29,11 +29,11 @@ class SpeculationArguments:
     run: str = field(metadata={"help": "folder of a finished run of dynattn pretrain, whose model is decoded"})
     drafts: list[str] = field(metadata={"help": "folders of runs of smaller models, with the same tokenizer"})
     output: str = field(metadata={"help": "folder to write record.json and table.md into"})
-    prompts: int = field(default=4, metadata={"help": "prompts to continue"})
-    prompt_length: int = field(default=64, metadata={"help": "tokens of each prompt"})
-    tokens: int = field(default=64, metadata={"help": "tokens to generate after each"})
-    lookup: int = field(default=4, metadata={"help": "tokens that prompt lookup proposes at once"})
-    rounds: int = field(default=3, metadata={"help": "interleaved rounds of timing"})
+    prompts: int = option(4, "prompts to continue")
+    prompt_length: int = option(64, "tokens of each prompt")
+    tokens: int = option(64, "tokens to generate after each")
+    lookup: int = option(4, "tokens that prompt lookup proposes at once")
+    rounds: int = option(3, "interleaved rounds of timing")
 
     def __post_init__(self) -> None:
         check_positive(self, ("prompts", "prompt_length", "tokens", "lookup", "rounds"))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Literal
 
-from ...common.arguments import given_options
+from ...common.arguments import given_options, option
 from ...common.errors import UserError
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -22,18 +22,15 @@ class ConversionArguments:
 
     source: str = field(metadata={"help": "folder to read (SRC, the first argument); it is left as it is"})
     destination: str = field(metadata={"help": "folder to write (DST, the second argument)"})
-    reverse: bool = field(default=False, metadata={"help": "from our format to the official one"})
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto", metadata={"help": "number format to write; auto: the one that is read"}
+    reverse: bool = option(False, "from our format to the official one")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "number format to write; auto: the one that is read"
     )
-    max_shard_size: str | None = field(
-        default=None, metadata={"help": "largest weight file, such as 5GB or 500MB; the source's, or 5GB if it has one"}
+    max_shard_size: str | None = option(
+        None, "largest weight file, such as 5GB or 500MB; the source's, or 5GB if it has one"
     )
-    verify: bool = field(
-        default=True,
-        metadata={"help": "compare logits with the formulas on the official tensors; needs the model in float32"},
-    )
-    overwrite: bool = field(default=False, metadata={"help": "replace DST if it holds a checkpoint"})
+    verify: bool = option(True, "compare logits with the formulas on the official tensors; needs the model in float32")
+    overwrite: bool = option(False, "replace DST if it holds a checkpoint")
 
     def __post_init__(self) -> None:
         if self.max_shard_size is not None:

@@ -1,8 +1,9 @@
 """The arguments of `dynattn convert official`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+from ...common.arguments import option
 from ...common.errors import UserError
 from ..common.arguments import ConversionArguments
 
@@ -18,26 +19,20 @@ class OfficialArguments(ConversionArguments):
         UserError: a size or a window is out of range, or an option has no meaning for the direction.
     """
 
-    family: Literal["auto", "dcformer", "dcpythia"] = field(
-        default="auto", metadata={"help": "what the official model is; auto: its config.json and its weights tell"}
+    family: Literal["auto", "dcformer", "dcpythia"] = option(
+        "auto", "what the official model is; auto: its config.json and its weights tell"
     )
-    window: int | None = field(
-        default=None,
-        metadata={"help": "keys that a token of a local layer sees, itself included, whatever config.json says"},
+    window: int | None = option(
+        None, "keys that a token of a local layer sees, itself included, whatever config.json says"
     )
-    official_prefill_window: bool = field(
-        default=False,
-        metadata={
-            "help": "one key more in local layers, as the official whole-prompt inference sees (not its trainer)"
-        },
+    official_prefill_window: bool = option(
+        False, "one key more in local layers, as the official whole-prompt inference sees (not its trainer)"
     )
-    prefer_merged: bool = field(
-        default=False,
-        metadata={"help": "take the composition from dw_m and qkw_m, which the official fine-tuning trains"},
+    prefer_merged: bool = option(
+        False, "take the composition from dw_m and qkw_m, which the official fine-tuning trains"
     )
-    static: Literal["refuse", "keep", "drop"] = field(
-        default="refuse",
-        metadata={"help": "what to do with static matrices (pre_proj.w, post_proj.w, sw) that are no identity"},
+    static: Literal["refuse", "keep", "drop"] = option(
+        "refuse", "what to do with static matrices (pre_proj.w, post_proj.w, sw) that are no identity"
     )
 
     def __post_init__(self) -> None:

@@ -1,8 +1,9 @@
 """The arguments of `dynattn convert rcmha`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+from ...common.arguments import option
 from ...common.errors import UserError
 from ..common.arguments import ConversionArguments
 from .constants import POSITIONS
@@ -21,27 +22,21 @@ class RCMHAArguments(ConversionArguments):
         UserError: a size is out of range, or an option has no meaning for the direction.
     """
 
-    max_position_embeddings: int | None = field(
-        default=None,
-        metadata={
-            "help": "rows of the position tables to keep, more than mem_len: longest memory and segment together; "
-            "default: all that the official code can reach"
-        },
+    max_position_embeddings: int | None = option(
+        None,
+        "rows of the position tables to keep, more than mem_len: longest memory and segment together; "
+        "default: all that the official code can reach",
     )
-    memory_type: Literal["segment", "streaming"] = field(
-        default="segment",
-        metadata={
-            "help": "segment: the official function; streaming: a window over mem_len tokens, another function with "
-            "the same weights, whose tables are mem_len + 1 rows long"
-        },
+    memory_type: Literal["segment", "streaming"] = option(
+        "segment",
+        "segment: the official function; streaming: a window over mem_len tokens, another function with "
+        "the same weights, whose tables are mem_len + 1 rows long",
     )
-    official_positions: int = field(
-        default=POSITIONS,
-        metadata={"help": "with --reverse: half the rows of the official tables, P; unchanged official code has 4096"},
+    official_positions: int = option(
+        POSITIONS, "with --reverse: half the rows of the official tables, P; unchanged official code has 4096"
     )
-    from_streaming: bool = field(
-        default=False,
-        metadata={"help": "with --reverse: says that a streaming model may become one with segments, which differs"},
+    from_streaming: bool = option(
+        False, "with --reverse: says that a streaming model may become one with segments, which differs"
     )
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ...common.arguments import option
 from ...common.errors import UserError
 from ...common.number_ranges import check_seed
 from ..common.arguments import ConversionArguments
@@ -19,33 +20,24 @@ class UpcycleArguments(ConversionArguments):
     """
 
     source: str = field(metadata={"help": "folder, or name on the Hub, to read (SRC, the first argument)"})
-    reverse: bool = field(default=False, metadata={"help": "from our model, if it composes nothing, to the parent's"})
-    verify: bool = field(
-        default=True, metadata={"help": "run both models and compare logits; needs the model in float32"}
+    reverse: bool = option(False, "from our model, if it composes nothing, to the parent's")
+    verify: bool = option(True, "run both models and compare logits; needs the model in float32")
+    revision: str | None = option(None, "branch, tag or commit on the Hub, such as step3000")
+    init: Literal["identity", "paper"] = option(
+        "identity", "start of the composition; identity: logits stay as they are, paper: small random numbers"
     )
-    revision: str | None = field(default=None, metadata={"help": "branch, tag or commit on the Hub, such as step3000"})
-    init: Literal["identity", "paper"] = field(
-        default="identity",
-        metadata={"help": "start of the composition; identity: logits stay as they are, paper: small random numbers"},
+    rank: int = option(2, "rank of the dynamic mixing of heads")
+    only: Literal["both", "pre", "post"] = option("both", "compose before the softmax, after it, or at both places")
+    static: bool = option(False, "add a learned mixing that does not depend on the input")
+    layer_types: str | None = option(
+        None, "letters that repeat over the layers: L sees a window, G everything, such as LG"
     )
-    rank: int = field(default=2, metadata={"help": "rank of the dynamic mixing of heads"})
-    only: Literal["both", "pre", "post"] = field(
-        default="both", metadata={"help": "compose before the softmax, after it, or at both places"}
+    sliding_window: int | None = option(
+        None, "keys that a token of an L layer sees, itself included; by default the parent's number"
     )
-    static: bool = field(default=False, metadata={"help": "add a learned mixing that does not depend on the input"})
-    layer_types: str | None = field(
-        default=None,
-        metadata={"help": "letters that repeat over the layers: L sees a window, G everything, such as LG"},
-    )
-    sliding_window: int | None = field(
-        default=None,
-        metadata={"help": "keys that a token of an L layer sees, itself included; by default the parent's number"},
-    )
-    qk_norm: bool = field(default=False, metadata={"help": "add a query-key norm; the model must then be trained"})
-    train_from_here: bool = field(
-        default=False, metadata={"help": "says that the result may differ from the parent, because it will be trained"}
-    )
-    seed: int = field(default=0, metadata={"help": "seed of the random numbers that the composition starts from"})
+    qk_norm: bool = option(False, "add a query-key norm; the model must then be trained")
+    train_from_here: bool = option(False, "says that the result may differ from the parent, because it will be trained")
+    seed: int = option(0, "seed of the random numbers that the composition starts from")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,8 +1,9 @@
 """The arguments of the study. Nothing here imports PyTorch, so that `--help` and mistakes are answered at once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+from ...common.arguments import option
 from ...common.errors import UserError
 from ...compare.arguments import TUNING_SEED, CompareArguments
 
@@ -15,30 +16,24 @@ class AblationsArguments:
         UserError: only one of the two texts is given.
     """
 
-    size: Literal["small", "medium", "large"] = field(
-        default="small", metadata={"help": "models of about 0.25, 1.2 or 5.6 million parameters"}
+    size: Literal["small", "medium", "large"] = option("small", "models of about 0.25, 1.2 or 5.6 million parameters")
+    output: str | None = option(None, "folder of the study; runs/ablations-SIZE")
+    variants: list[str] | None = option(
+        None, "names of variants, which an unknown one lists; the baseline first; all if not given"
     )
-    output: str | None = field(default=None, metadata={"help": "folder of the study; runs/ablations-SIZE"})
-    variants: list[str] | None = field(
-        default=None,
-        metadata={"help": "names of variants, which an unknown one lists; the baseline first; all if not given"},
+    seeds: int = option(3, "runs of each variant")
+    first_seed: int = option(0, "the seed from which they count; a later one repeats the study on new seeds")
+    learning_rates: list[float] | None = option(
+        None, "peak learning rates to try for each variant; the size's if not given"
     )
-    seeds: int = field(default=3, metadata={"help": "runs of each variant"})
-    first_seed: int = field(
-        default=0, metadata={"help": "the seed from which they count; a later one repeats the study on new seeds"}
+    tuning_seed: int = option(TUNING_SEED, "seed on which learning rates are chosen")
+    dataset: str = option("builtin", "text to train on: builtin, or files such as WikiText-2")
+    validation_dataset: str | None = option(None, "text to validate on, for other texts")
+    max_steps: int | None = option(None, "updates of each run; the size's if not given")
+    max_seconds: float | None = option(
+        None, "seconds after which no run starts; the seeds that all variants have finished are compared"
     )
-    learning_rates: list[float] | None = field(
-        default=None, metadata={"help": "peak learning rates to try for each variant; the size's if not given"}
-    )
-    tuning_seed: int = field(default=TUNING_SEED, metadata={"help": "seed on which learning rates are chosen"})
-    dataset: str = field(default="builtin", metadata={"help": "text to train on: builtin, or files such as WikiText-2"})
-    validation_dataset: str | None = field(default=None, metadata={"help": "text to validate on, for other texts"})
-    max_steps: int | None = field(default=None, metadata={"help": "updates of each run; the size's if not given"})
-    max_seconds: float | None = field(
-        default=None,
-        metadata={"help": "seconds after which no run starts; the seeds that all variants have finished are compared"},
-    )
-    redraw: bool = field(default=False, metadata={"help": "make only table and plot, from the record"})
+    redraw: bool = option(False, "make only table and plot, from the record")
 
     def __post_init__(self) -> None:
         self.output = self.output or f"runs/ablations-{self.size}"

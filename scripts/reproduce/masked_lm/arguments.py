@@ -1,9 +1,10 @@
 """The arguments of the study. Nothing here imports PyTorch, so that `--help` and mistakes are answered at once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ....configuration.mixers import NO_COMPOSITION
+from ...common.arguments import option
 from ...common.errors import UserError
 from ...common.number_ranges import check_rates, check_seeds
 
@@ -49,29 +50,20 @@ class MaskedLMArguments:
         UserError: a number is out of its range, an arm does not exist, or seeds repeat.
     """
 
-    output: str | None = field(
-        default=None, metadata={"help": "folder of the study; runs/masked-lm, with --quick runs/masked-lm-quick"}
+    output: str | None = option(None, "folder of the study; runs/masked-lm, with --quick runs/masked-lm-quick")
+    dataset: str = option("builtin", "text to train on, as dynattn pretrain takes it")
+    validation_dataset: str | None = option(None, "held-out text; a share of the documents if not given")
+    arms: list[str] = option(list(ARMS), f"plain, and some of {', '.join(list(ARMS)[1:])}")
+    seeds: list[int] = option([0, 1, 2], "seeds to measure")
+    tuning_seed: int = option(100, "seed on which learning rates are chosen")
+    learning_rates: list[float] = option(
+        [1e-3, 2e-3, 4e-3], "peak rates to try for each arm; a single one needs no trial"
     )
-    dataset: str = field(default="builtin", metadata={"help": "text to train on, as dynattn pretrain takes it"})
-    validation_dataset: str | None = field(
-        default=None, metadata={"help": "held-out text; a share of the documents if not given"}
-    )
-    arms: list[str] = field(
-        default_factory=lambda: list(ARMS), metadata={"help": f"plain, and some of {', '.join(list(ARMS)[1:])}"}
-    )
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "seeds to measure"})
-    tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
-    learning_rates: list[float] = field(
-        default_factory=lambda: [1e-3, 2e-3, 4e-3],
-        metadata={"help": "peak rates to try for each arm; a single one needs no trial"},
-    )
-    steps: int = field(default=1500, metadata={"help": "updates of each run, 16 sequences of 128 tokens each"})
-    validations: int = field(default=6, metadata={"help": "how often each run is validated"})
-    small: bool = field(default=False, metadata={"help": "models of half the width"})
-    quick: bool = field(
-        default=False, metadata={"help": "fewer arms, small models and few updates, whatever else is given"}
-    )
-    redraw: bool = field(default=False, metadata={"help": "make only table and plot, from the record"})
+    steps: int = option(1500, "updates of each run, 16 sequences of 128 tokens each")
+    validations: int = option(6, "how often each run is validated")
+    small: bool = option(False, "models of half the width")
+    quick: bool = option(False, "fewer arms, small models and few updates, whatever else is given")
+    redraw: bool = option(False, "make only table and plot, from the record")
 
     def __post_init__(self) -> None:
         if self.quick:

@@ -1,8 +1,9 @@
 """The arguments of the study. Nothing here imports PyTorch, so that `--help` and mistakes are answered at once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+from ...common.arguments import option
 from ...common.errors import UserError
 from ...common.number_ranges import check_rates, check_seconds, check_seeds
 
@@ -18,44 +19,26 @@ class MechanismsArguments:
         UserError: a number is out of its range, seeds repeat, or the tuning seed is a measured one.
     """
 
-    output: str = field(default="runs/mechanisms", metadata={"help": "folder of the study"})
-    preset: Literal["cpu", "deeper", "in-context", "gpu"] = field(
-        default="cpu",
-        metadata={
-            "help": "tasks and sizes: small tasks for two layers of width 64, recall in two steps for three, the "
-            "in-context families of the DCFormer paper for two, or larger tasks for four layers of width 256"
-        },
+    output: str = option("runs/mechanisms", "folder of the study")
+    preset: Literal["cpu", "deeper", "in-context", "gpu"] = option(
+        "cpu",
+        "tasks and sizes: small tasks for two layers of width 64, recall in two steps for three, the "
+        "in-context families of the DCFormer paper for two, or larger tasks for four layers of width 256",
     )
-    tasks: list[str] | None = field(
-        default=None, metadata={"help": "names of tasks, which an unknown one lists; all of the preset if not given"}
+    tasks: list[str] | None = option(None, "names of tasks, which an unknown one lists; all of the preset if not given")
+    arms: list[str] | None = option(None, "names of attentions, which an unknown one lists; all if not given")
+    layers: list[int] | None = option(None, "numbers of layers; the preset's if not given")
+    heads: list[int] | None = option(
+        None, "numbers of heads H; the preset's if not given; several show how many heads each attention needs"
     )
-    arms: list[str] | None = field(
-        default=None, metadata={"help": "names of attentions, which an unknown one lists; all if not given"}
-    )
-    layers: list[int] | None = field(default=None, metadata={"help": "numbers of layers; the preset's if not given"})
-    heads: list[int] | None = field(
-        default=None,
-        metadata={
-            "help": "numbers of heads H; the preset's if not given; several show how many heads each attention needs"
-        },
-    )
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "seeds to measure"})
-    tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
-    learning_rates: list[float] = field(
-        default_factory=lambda: [3e-4, 1e-3, 3e-3],
-        metadata={"help": "peak learning rates to try for each arm and task"},
-    )
-    workers: int = field(default=1, metadata={"help": "runs at a time, each in a process of its own with one thread"})
-    max_seconds: float | None = field(
-        default=None, metadata={"help": "seconds after which no run starts; the same command continues later"}
-    )
-    quick: bool = field(
-        default=False,
-        metadata={"help": "three arms, two seeds, few updates and one learning rate, whatever else is given"},
-    )
-    redraw: bool = field(
-        default=False,
-        metadata={"help": "make only record, table and plots, from the finished runs, or a record without its runs"},
+    seeds: list[int] = option([0, 1, 2, 3, 4], "seeds to measure")
+    tuning_seed: int = option(100, "seed on which learning rates are chosen")
+    learning_rates: list[float] = option([3e-4, 1e-3, 3e-3], "peak learning rates to try for each arm and task")
+    workers: int = option(1, "runs at a time, each in a process of its own with one thread")
+    max_seconds: float | None = option(None, "seconds after which no run starts; the same command continues later")
+    quick: bool = option(False, "three arms, two seeds, few updates and one learning rate, whatever else is given")
+    redraw: bool = option(
+        False, "make only record, table and plots, from the finished runs, or a record without its runs"
     )
 
     def __post_init__(self) -> None:

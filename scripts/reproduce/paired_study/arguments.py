@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from ...common.arguments import option
 from ...common.errors import UserError
 from ...common.number_ranges import check_rates, check_seconds, check_seeds
 
@@ -19,27 +20,19 @@ class PairedStudyArguments:
     """
 
     output: str = field(metadata={"help": "folder of the study"})
-    tasks: list[str] | None = field(
-        default=None, metadata={"help": "names of tasks, which an unknown one lists; all if not given"}
+    tasks: list[str] | None = option(None, "names of tasks, which an unknown one lists; all if not given")
+    arms: list[str] | None = option(None, "names of arms, which an unknown one lists; all if not given")
+    seeds: list[int] = option([0, 1, 2], "seeds to measure")
+    tuning_seed: int = option(100, "seed on which learning rates are chosen")
+    learning_rates: list[float] | None = option(
+        None,
+        "peak learning rates to try for each arm and task; by default "
+        f"{' '.join(map(str, RATES))}, with --quick {' '.join(map(str, QUICK_RATES))}",
     )
-    arms: list[str] | None = field(
-        default=None, metadata={"help": "names of arms, which an unknown one lists; all if not given"}
-    )
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "seeds to measure"})
-    tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
-    learning_rates: list[float] | None = field(
-        default=None,
-        metadata={
-            "help": "peak learning rates to try for each arm and task; by default "
-            f"{' '.join(map(str, RATES))}, with --quick {' '.join(map(str, QUICK_RATES))}"
-        },
-    )
-    workers: int = field(default=1, metadata={"help": "runs at a time, each in a process of its own with one thread"})
-    max_seconds: float | None = field(
-        default=None, metadata={"help": "seconds after which no run starts; the same command continues later"}
-    )
-    quick: bool = field(default=False, metadata={"help": "smaller models, fewer examples and updates"})
-    redraw: bool = field(default=False, metadata={"help": "make only record, table and plot, from the finished runs"})
+    workers: int = option(1, "runs at a time, each in a process of its own with one thread")
+    max_seconds: float | None = option(None, "seconds after which no run starts; the same command continues later")
+    quick: bool = option(False, "smaller models, fewer examples and updates")
+    redraw: bool = option(False, "make only record, table and plot, from the finished runs")
 
     def __post_init__(self) -> None:
         check_seeds(self.seeds, self.tuning_seed)

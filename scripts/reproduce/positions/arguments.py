@@ -1,8 +1,9 @@
 """The arguments of the study. Nothing here imports PyTorch, so that `--help` and mistakes are answered at once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from ...common.arguments import option
 from ...common.errors import UserError
 from ...common.number_ranges import check_rates, check_seconds, check_seeds
 
@@ -47,35 +48,22 @@ class PositionsArguments:
         UserError: a number is out of its range, a name does not exist, or seeds repeat.
     """
 
-    output: str | None = field(
-        default=None, metadata={"help": "folder of the study; runs/positions, with --quick runs/positions-quick"}
+    output: str | None = option(None, "folder of the study; runs/positions, with --quick runs/positions-quick")
+    tasks: list[str] = option(list(TASKS[:4]), f"some of {', '.join(TASKS)}")
+    schemes: list[str] = option(list(MAIN), f"some of {', '.join(SCHEMES)}")
+    wide: list[str] = option(["none"], "schemes that also get a plain model with a wider MLP, as large as the composed")
+    seeds: list[int] = option([0, 1, 2], "seeds to measure")
+    tuning_seed: int = option(100, "seed on which learning rates are chosen")
+    learning_rates: list[float] = option(
+        [1e-3, 2e-3, 4e-3], "peak rates to try, separately for plain and composed models; a single one needs no trial"
     )
-    tasks: list[str] = field(default_factory=lambda: list(TASKS[:4]), metadata={"help": f"some of {', '.join(TASKS)}"})
-    schemes: list[str] = field(default_factory=lambda: list(MAIN), metadata={"help": f"some of {', '.join(SCHEMES)}"})
-    wide: list[str] = field(
-        default_factory=lambda: ["none"],
-        metadata={"help": "schemes that also get a plain model with a wider MLP, as large as the composed"},
-    )
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "seeds to measure"})
-    tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
-    learning_rates: list[float] = field(
-        default_factory=lambda: [1e-3, 2e-3, 4e-3],
-        metadata={"help": "peak rates to try, separately for plain and composed models; a single one needs no trial"},
-    )
-    steps: int = field(default=3000, metadata={"help": "updates of each run, 64 examples of one length each"})
-    layers: int = field(default=4, metadata={"help": "layers of each model"})
-    longest: int = field(
-        default=0, metadata={"help": "longest trained length; 0: 20 for copying and reversing, 8 for the others"}
-    )
-    workers: int = field(default=1, metadata={"help": "runs at a time, each in a process of its own with one thread"})
-    max_seconds: float | None = field(
-        default=None, metadata={"help": "seconds after which no run starts; the same command continues later"}
-    )
-    quick: bool = field(
-        default=False,
-        metadata={"help": "16 small runs of copy-one, whatever else is given"},
-    )
-    redraw: bool = field(default=False, metadata={"help": "make only table and plot, from the record"})
+    steps: int = option(3000, "updates of each run, 64 examples of one length each")
+    layers: int = option(4, "layers of each model")
+    longest: int = option(0, "longest trained length; 0: 20 for copying and reversing, 8 for the others")
+    workers: int = option(1, "runs at a time, each in a process of its own with one thread")
+    max_seconds: float | None = option(None, "seconds after which no run starts; the same command continues later")
+    quick: bool = option(False, "16 small runs of copy-one, whatever else is given")
+    redraw: bool = option(False, "make only table and plot, from the record")
 
     def __post_init__(self) -> None:
         if self.quick:

@@ -10,9 +10,9 @@ encoder-decoder. Finished runs are not repeated, so an interrupted study resumes
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ...common.arguments import parse_arguments
+from ...common.arguments import option, parse_arguments
 from ..paired_study.arguments import PairedStudyArguments
 
 
@@ -20,7 +20,7 @@ from ..paired_study.arguments import PairedStudyArguments
 class Seq2SeqArguments(PairedStudyArguments):
     """Arguments of the study: those of the base, and a folder."""
 
-    output: str = field(default="runs/seq2seq", metadata={"help": "folder of the study"})
+    output: str = option("runs/seq2seq", "folder of the study")
 
 
 def main(argv: Sequence[str]) -> int:

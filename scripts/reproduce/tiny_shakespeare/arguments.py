@@ -1,7 +1,8 @@
 """The arguments of the study. Nothing here imports PyTorch, so that `--help` and mistakes are answered at once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from ...common.arguments import option
 from ...common.errors import UserError
 from ...common.number_ranges import check_positive, check_seed
 from .plan import GROUPS
@@ -15,29 +16,24 @@ class StudyArguments:
         UserError: a value is out of its range, or a text is missing.
     """
 
-    output: str | None = field(
-        default=None,
-        metadata={"help": "folder of the study; runs/tiny-shakespeare, with --quick runs/tiny-shakespeare-quick"},
+    output: str | None = option(
+        None, "folder of the study; runs/tiny-shakespeare, with --quick runs/tiny-shakespeare-quick"
     )
-    data: str | None = field(default=None, metadata={"help": "Tiny Shakespeare: a file or a Hub dataset"})
-    wikitext_train: str | None = field(default=None, metadata={"help": "characters to train on: a file or Hub dataset"})
-    wikitext_validation: str | None = field(default=None, metadata={"help": "characters to validate on"})
-    other_text: bool = field(default=False, metadata={"help": "accept another text than Tiny Shakespeare"})
-    groups: list[str] = field(
-        default_factory=lambda: [name for name, group in GROUPS.items() if group.patience is None],
-        metadata={"help": f"groups of runs, in order: {', '.join(GROUPS)}; all but those that run for days"},
+    data: str | None = option(None, "Tiny Shakespeare: a file or a Hub dataset")
+    wikitext_train: str | None = option(None, "characters to train on: a file or Hub dataset")
+    wikitext_validation: str | None = option(None, "characters to validate on")
+    other_text: bool = option(False, "accept another text than Tiny Shakespeare")
+    groups: list[str] = option(
+        [name for name, group in GROUPS.items() if group.patience is None],
+        f"groups of runs, in order: {', '.join(GROUPS)}; all but those that run for days",
     )
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "seeds of every group"})
-    steps: int | None = field(default=None, metadata={"help": "updates of each run, in place of the setting's"})
-    epochs: float | None = field(
-        default=None, metadata={"help": "passes over the text of each run, in place of steps; the paper's are 10"}
-    )
-    streams: int | None = field(default=None, metadata={"help": "texts side by side, in place of the setting's"})
-    quick: bool = field(default=False, metadata={"help": "few updates, two seeds and short scoring: minutes"})
-    compiled: bool = field(
-        default=False, metadata={"help": "train with torch.compile, which pays for runs of hours; needs a C++ compiler"}
-    )
-    report_only: bool = field(default=False, metadata={"help": "train nothing, report the runs that are finished"})
+    seeds: list[int] = option([0, 1, 2], "seeds of every group")
+    steps: int | None = option(None, "updates of each run, in place of the setting's")
+    epochs: float | None = option(None, "passes over the text of each run, in place of steps; the paper's are 10")
+    streams: int | None = option(None, "texts side by side, in place of the setting's")
+    quick: bool = option(False, "few updates, two seeds and short scoring: minutes")
+    compiled: bool = option(False, "train with torch.compile, which pays for runs of hours; needs a C++ compiler")
+    report_only: bool = option(False, "train nothing, report the runs that are finished")
 
     def __post_init__(self) -> None:
         if self.quick:

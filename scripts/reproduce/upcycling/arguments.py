@@ -1,8 +1,9 @@
 """The arguments of the study. Nothing here imports PyTorch, so that `--help` and mistakes are answered at once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from ...common.arguments import option
 from ...common.errors import UserError
 from ...common.number_ranges import check_rates, check_seeds
 
@@ -17,21 +18,17 @@ class UpcyclingArguments:
         UserError: a number is out of its range, seeds repeat, or the tuning seed is a measured one.
     """
 
-    output: str | None = field(
-        default=None, metadata={"help": "folder of the study; runs/upcycling, with --quick runs/upcycling-quick"}
+    output: str | None = option(None, "folder of the study; runs/upcycling, with --quick runs/upcycling-quick")
+    seeds: list[int] = option([0, 1, 2, 3, 4], "seeds to measure")
+    tuning_seed: int = option(100, "seed on which learning rates are chosen")
+    learning_rates: list[float] = option(
+        [1e-3, 2e-3, 4e-3, 8e-3],
+        "peak rates to try, separately for plain and composed models; a single one needs no trial",
     )
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "seeds to measure"})
-    tuning_seed: int = field(default=100, metadata={"help": "seed on which learning rates are chosen"})
-    learning_rates: list[float] = field(
-        default_factory=lambda: [1e-3, 2e-3, 4e-3, 8e-3],
-        metadata={"help": "peak rates to try, separately for plain and composed models; a single one needs no trial"},
-    )
-    parent_steps: int = field(default=400, metadata={"help": "updates of each parent, 1,024 tokens each"})
-    steps: int = field(default=200, metadata={"help": "updates of each run that continues a parent"})
-    quick: bool = field(
-        default=False, metadata={"help": "two seeds, few updates and one learning rate, whatever else is given"}
-    )
-    redraw: bool = field(default=False, metadata={"help": "make only table and plot, from the record"})
+    parent_steps: int = option(400, "updates of each parent, 1,024 tokens each")
+    steps: int = option(200, "updates of each run that continues a parent")
+    quick: bool = option(False, "two seeds, few updates and one learning rate, whatever else is given")
+    redraw: bool = option(False, "make only table and plot, from the record")
 
     def __post_init__(self) -> None:
         if self.quick:

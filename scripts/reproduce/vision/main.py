@@ -10,9 +10,9 @@ each arm. Finished runs are not repeated, so an interrupted study resumes where 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ...common.arguments import parse_arguments
+from ...common.arguments import option, parse_arguments
 from ..paired_study.arguments import PairedStudyArguments
 
 
@@ -20,7 +20,7 @@ from ..paired_study.arguments import PairedStudyArguments
 class VisionArguments(PairedStudyArguments):
     """Arguments of the study: those of the base, and a folder."""
 
-    output: str = field(default="runs/vision", metadata={"help": "folder of the study"})
+    output: str = option("runs/vision", "folder of the study")
 
 
 def main(argv: Sequence[str]) -> int:
