@@ -1,6 +1,6 @@
 """The attention op: forward, and forward with backward."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -62,7 +62,7 @@ def candidates(device: torch.device) -> list[Candidate]:
     """Ours, whole and in parts; every plain attention that could be the fastest; the official style; talking heads."""
     found = [
         make_candidate(name, "ours", COMPOSED, partial(call_op, implementation=implementation), mode=mode)
-        for name, implementation, mode in ours(COMPOSING_IMPLEMENTATIONS)
+        for name, implementation, mode in ours()
     ]
     found += [
         make_candidate(f"chunked-{function}", "ours", function, partial(call_op, implementation="chunked"))
@@ -93,10 +93,11 @@ def candidates(device: torch.device) -> list[Candidate]:
     return found
 
 
-def ours(implementations: Iterable[str]) -> list[tuple[str, str, str]]:
-    """Our candidates as (name, implementation, compile mode)."""
+def ours() -> list[tuple[str, str, str]]:
+    """Every composing implementation as (name, implementation, compile mode)."""
     modes = [(name, "chunked", mode) for name, mode in COMPILE_MODES.items()]
-    return [one for name in implementations for one in (modes if name == "chunked" else [(name, name, "auto")])]
+    names = COMPOSING_IMPLEMENTATIONS
+    return [one for name in names for one in (modes if name == "chunked" else [(name, name, "auto")])]
 
 
 def make_candidate(

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dynattn.modeling.caches.names import named_cache
 from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS
@@ -25,8 +24,7 @@ DYNAMIC = "-dynamic"
 
 def candidates(device: torch.device) -> list[Candidate]:
     """The model with every composing implementation, and without composition, each eager and compiled."""
-    usable = [name for name in COMPOSING_IMPLEMENTATIONS if name == "eager" or name in ALL_ATTENTION_FUNCTIONS]
-    entries: list[tuple[str, Role, str, str]] = [(name, "ours", COMPOSED, name) for name in usable]
+    entries: list[tuple[str, Role, str, str]] = [(name, "ours", COMPOSED, name) for name in COMPOSING_IMPLEMENTATIONS]
     entries += [("sdpa", "plain", PLAIN, "sdpa"), ("matmul", "plain", PLAIN, "eager")]
     found = []
     for name, role, function, implementation in entries:
