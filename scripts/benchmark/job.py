@@ -31,7 +31,7 @@ from .harness.settings import BenchmarkSettings, read_settings
 from .harness.shapes import Shape
 from .report.record import RECORD, TABLE, is_complete, make_output, read_earlier, save_record, write_record
 from .report.tables import case_title, format_case
-from .subjects.profile import PROFILE, add_profiles, pass_rate
+from .subjects.profile import PROFILE, add_profile, pass_rate
 from .subjects.selection import Selection, select, shapes_of
 
 LOCK = ".lock"
@@ -166,7 +166,7 @@ def measure_case(
     with noting(interruptions):
         rows = run_case(case, candidates, settings, left_out, partial(interruptions.begin, entry))
     if subject is PROFILE:
-        add_profiles(rows, case, shape, settings, record["machine"])
+        add_profile(rows, case, shape, settings, record["machine"])
     record["cases"].append(entry | {"rows": rows})
     interruptions.save(record)
     print(f"\n{format_case(record['cases'][-1], record['machine']['gemm_flops_per_second'])}", flush=True)

@@ -41,14 +41,16 @@ from .parts import (
     WHOLE,
 )
 
-PROFILED: dict[str, tuple[str, Callable[[OpInputs], Tensor]]] = {
-    "chunked-stepwise": (COMPOSED, partial(call_op, implementation="chunked")),
-}
-# Timed but not profiled: ratios refer to it, as in the other subjects.
-BASELINE = "sdpa"
+# The candidate that is profiled, and the one to which ratios refer, as in the other subjects.
+PROFILED, BASELINE = "chunked-stepwise", "sdpa"
 
 # Elements of an attention map that fits in the processor's cache, and how many passes over it make a sample.
 PASS_ELEMENTS, PASSES, PASS_SAMPLES = 1 << 17, 100, 5
+
+
+def attend_chunked(inputs: OpInputs) -> Tensor:
+    """The op that is profiled. Returns `[B, T, H, D]`."""
+    return call_op(inputs, "chunked")
 
 
 class PartClock:
@@ -82,7 +84,7 @@ class PartClock:
             "STEPWISE": self.timed_composer(tiling.STEPWISE),
         }
         with (
-            compiling_as(COMPILE_MODES["chunked-stepwise"]),
+            compiling_as(COMPILE_MODES[PROFILED]),
             override_attributes(chunk, functions),
             override_attributes(tiling, composers),
         ):
@@ -156,11 +158,10 @@ class Floors(NamedTuple):
 
 
 class Profile:
-    """Samples of the parts of one candidate."""
+    """Samples of the parts of a call."""
 
-    def __init__(self, name: str, problem: OpProblem, repeats: int) -> None:
-        function, self.attend = PROFILED[name]
-        self.inputs, self.backward = problem.inputs[function], problem.backward
+    def __init__(self, problem: OpProblem, repeats: int) -> None:
+        self.inputs, self.backward = problem.inputs[COMPOSED], problem.backward
         self.samples: list[dict[str, float]] = []
         self.calls: dict[str, float] = {}
         self.repeats = repeats
@@ -168,11 +169,11 @@ class Profile:
     def take(self) -> float:
         """Seconds of one of `repeats` calls in a row; keeps those of its parts, and of a call without the clock."""
         clock = PartClock()
-        call = partial(evaluate, clock.in_phases(self.attend), self.inputs, backward=self.backward)
+        call = partial(evaluate, clock.in_phases(attend_chunked), self.inputs, backward=self.backward)
         device = self.inputs.query.device
         with clock.installed():
             whole = sample(call, self.repeats, device)
-        with compiling_as(COMPILE_MODES["chunked-stepwise"]):
+        with compiling_as(COMPILE_MODES[PROFILED]):
             unclocked = sample(call, self.repeats, device)
         parts = {name: clock.seconds[name] / self.repeats for name in FUNCTIONS if name in clock.seconds}
         rest = {REST: whole - sum(parts.values()), WHOLE: whole, UNCLOCKED: unclocked}
@@ -203,26 +204,21 @@ def candidates(device: torch.device) -> list[Candidate]:
     """
     if device.type != "cpu":
         raise UserError(f"the subject profile reads the processor's clock, not that of {device}; use --device cpu")
-    return [one for one in attention.candidates(device) if one.name in (*PROFILED, BASELINE)]
+    return [one for one in attention.candidates(device) if one.name in (PROFILED, BASELINE)]
 
 
-def add_profiles(
+def add_profile(
     rows: list[dict[str, Any]], case: Case, shape: Shape, settings: BenchmarkSettings, machine: Mapping[str, float]
 ) -> None:
-    """Adds a `profile` to the row of each candidate in `PROFILED`; they are sampled in interleaved rounds."""
-    problem: OpProblem = case.problem
-    profiles = {
-        row["name"]: Profile(row["name"], problem, row["timing"]["calls"])
-        for row in rows
-        if row["name"] in PROFILED and "timing" in row
-    }
-    interleave({name: one.take for name, one in profiles.items()}, settings.rounds, settings.budget)
+    """Adds a `profile` to the row of the candidate `PROFILED`, if it was timed."""
     pairs = shape.heads * settings.batch_size * visible_pairs(shape.length, case.window)
     rates = machine["gemm_flops_per_second"], machine["pass_elements_per_second"]
     for row in rows:
-        if row["name"] in profiles:
-            composition = composition_flops(row["function"], shape.heads)
-            row["profile"] = profiles[row["name"]].record(Floors(pairs, shape.width, composition, row["flops"], *rates))
+        if row["name"] == PROFILED and "timing" in row:
+            profile = Profile(case.problem, row["timing"]["calls"])
+            interleave({PROFILED: profile.take}, settings.rounds, settings.budget)
+            composition = composition_flops(COMPOSED, shape.heads)
+            row["profile"] = profile.record(Floors(pairs, shape.width, composition, row["flops"], *rates))
 
 
 def pass_rate(device: torch.device) -> float:

@@ -19,7 +19,7 @@ from dynattn.scripts.benchmark.subjects import profile
 from dynattn.scripts.benchmark.subjects.attention import compiling_as
 from dynattn.scripts.benchmark.subjects.op_flops import attention_flops
 from dynattn.scripts.benchmark.subjects.parts import BACKWARD_PARTS, FORWARD_PARTS, REST, UNCLOCKED, WHOLE
-from dynattn.scripts.benchmark.subjects.profile import PROFILED, PartClock
+from dynattn.scripts.benchmark.subjects.profile import PartClock, attend_chunked
 from dynattn.scripts.benchmark.subjects.selection import ON_DEMAND
 from dynattn.scripts.common.errors import UserError
 
@@ -33,7 +33,7 @@ def op_inputs(function: str, dtype: torch.dtype = torch.float32) -> OpInputs:
 
 
 def clocked(inputs: OpInputs, clock: PartClock, *, backward: bool = True) -> dict[str, Tensor]:
-    attend = clock.in_phases(PROFILED["chunked-stepwise"][1])
+    attend = clock.in_phases(attend_chunked)
     with clock.installed():
         return dict(evaluate(attend, requiring_grad(inputs) if backward else inputs, backward=backward))
 
@@ -77,7 +77,7 @@ def test_calls_under_the_clock_give_the_same_results_and_count_every_part_alike(
 ) -> None:
     """In float64 the last chunk is shorter than the others and composed by another composer than they are."""
     inputs, clock = op_inputs(COMPOSED, dtype), PartClock()
-    attend = compiling_as("0")(partial(evaluate, PROFILED["chunked-stepwise"][1], backward=backward))
+    attend = compiling_as("0")(partial(evaluate, attend_chunked, backward=backward))
     expected = attend(requiring_grad(inputs) if backward else inputs)
     torch.testing.assert_close(clocked(inputs, clock, backward=backward), dict(expected), atol=0, rtol=0)
     assert set(clock.calls) == set(FORWARD + BACKWARD if backward else FORWARD)
