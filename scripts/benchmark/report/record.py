@@ -66,8 +66,7 @@ def read_earlier(folder: Path, metadata: dict[str, Any]) -> dict[str, Any] | Non
     record = read_record(str(folder / RECORD))
     for name in ("commit", "versions", "hardware", "threads", "settings"):
         now = json.loads(json.dumps(metadata[name]))
-        before = record.get(name, now if name == "settings" else None)  # earlier versions stored no settings
-        if before != now:
+        if (before := record.get(name)) != now:
             made = f"{folder / RECORD} was made with {name} {before}, not {now}"
             raise UserError(f"{made}; choose another --output, or pass --overwrite")
     return record

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ...common.arguments import command_line
 from ...common.errors import UserError
 from ...compare.study_folder import claim, draw, write_record
-from ..study_runs import Result, StudyRuns, chosen, read_result
+from ..study_runs import Result, StudyRuns, chosen
 from .arguments import PairedStudyArguments
 from .figures import draw_arms
 from .record import make_record, table
@@ -118,7 +118,6 @@ def run_study(study: Study, arguments: PairedStudyArguments) -> str:
     if not arguments.redraw or output.exists():
         sizes = {task: asdict(sizes) for task, sizes in study.sizes[arguments.quick].items()}
         claim(output, {"study": study.name, "sizes": sizes}, f"study {study.name}")
-    name_older_runs(output / "runs")
     runs = StudyRuns(
         output / "runs", study.run_one, partial(_describe, study), arguments.workers, arguments.max_seconds
     )
@@ -142,13 +141,6 @@ def check_packages(study: Study, tasks: list[str]) -> None:
                 f"the data of task {task!r} come with {package!r}, which is not installed; pip install "
                 "'dynattn[studies]', or choose others with --tasks"
             )
-
-
-def name_older_runs(folder: Path) -> None:
-    """Renames the files of finished runs of earlier versions, which gave tuning runs the names of measured runs."""
-    for path in folder.glob("*/*.json"):
-        run = Run(**read_result(path)["run"])
-        path.rename(folder / run.file_name)
 
 
 @dataclass(frozen=True)

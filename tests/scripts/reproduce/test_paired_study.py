@@ -155,14 +155,9 @@ def test_one_process_at_a_time_makes_the_runs_of_a_study(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("coarse_plots")
-@pytest.mark.parametrize("older", [False, True], ids=["", "older"])
-def test_a_run_that_tuned_is_not_measured_nor_the_reverse(older: bool, tmp_path: Path):
-    """Also in folders of earlier versions, which gave both the same name."""
+def test_a_run_that_tuned_is_not_measured_nor_the_reverse(tmp_path: Path):
     run_study(STUDY, arguments(tmp_path, seeds=[0, 1], tuning_seed=9))
-    files = sorted((tmp_path / "study" / "runs").glob("*/*-tuning.json"))
-    assert len(files) == 4
-    for file in files if older else ():
-        file.rename(file.with_name(file.name.replace("-tuning", "")))
+    assert len(list((tmp_path / "study" / "runs").glob("*/*-tuning.json"))) == 4
     calls.clear()
     run_study(STUDY, arguments(tmp_path, seeds=[1, 9], tuning_seed=0))
     assert sorted({(run.seed, run.tuning) for run in calls}) == [(0, True), (9, False)]
