@@ -14,10 +14,17 @@ from typing import Any, TypeVar
 import torch
 
 from ...common.atomic_folder import claim_destination, staged_folder
-from ...common.checkpoint_files import check_sizes, copy_files, file_sizes, read_config
+from ...common.checkpoint_files import (
+    COMPANION_PATTERNS,
+    TOKENIZER_PATTERNS,
+    check_sizes,
+    copy_files,
+    file_sizes,
+    matching_files,
+    read_config,
+)
 from ...common.folder_names import resolve_destination
 from .arguments import ConversionArguments
-from .companion_files import find_companions
 from .planning import read_dtype
 from .tensor_source import TensorSource
 from .weight_map import Step
@@ -127,7 +134,7 @@ def convert(
     destination = resolve_destination(arguments.destination)
     raw = read_config(source)
     check_free = claim_destination(destination, source, arguments.overwrite)
-    companions = find_companions(source)
+    companions = matching_files(source, (*TOKENIZER_PATTERNS, *COMPANION_PATTERNS))
     weights = TensorSource(source)
     check_sizes(raw, weights.shapes)
     plan = (reverse if arguments.reverse else forward)(arguments, raw, weights)

@@ -28,23 +28,21 @@ def make_images(_: Path, *configs: Any) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def ask(model: PreTrainedModel, images: tuple[Tensor, ...]) -> Answers:
-    """Runs `model` on images `[2, C, h, w]` together and alone, and on larger ones if there are any."""
+    """Runs `model` on images `[2, C, h, w]` together and alone, and on larger ones if there are any.
+
+    Answers are logits `[2, num_labels]`, or hidden states `[2, T, E]` of a model without a head.
+    """
     same, *larger = images
-    together = _answer(model, same)
-    alone = torch.cat([_answer(model, same[:1]), _answer(model, same[1:])])
+    together = model(same)[0]
+    alone = torch.cat([model(image)[0] for image in same.split(1)])
     options = {}
     if "interpolate_pos_encoding" in signature(model.forward).parameters:  # other models always do
         options["interpolate_pos_encoding"] = True
     return Answers(
         "2 images, together, alone and larger" if larger else "2 images, together and alone",
-        (together, alone, *(_answer(model, large, **options) for large in larger)),
+        (together, alone, *(model(large, **options)[0] for large in larger)),
         rounding_between((together, alone)),
     )
-
-
-def _answer(model: PreTrainedModel, pixels: Tensor, **options: Any) -> Tensor:
-    """Logits `[B, num_labels]`, or hidden states `[B, T, E]` of a model without a head."""
-    return model(pixels, **options)[0]
 
 
 def _pair(value: Any) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ def load_for_probe(
         UserError: it does not load, tensors are missing, or memory is short.
     """
     require_memory(folder)
-    auto_class = probe.auto_class_of(read_config(folder))
+    auto_class = probe.auto_class(read_config(folder).get("architectures") or [])
     options = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": False, **TELLING}
     try:
         with quiet_loading():

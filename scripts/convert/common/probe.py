@@ -66,10 +66,6 @@ class Probe(NamedTuple):
     generates: bool = False
     unread: tuple[str, ...] = ()
 
-    def auto_class_of(self, raw: dict[str, Any]) -> str:
-        """The Auto class that loads a folder whose `config.json` holds `raw`."""
-        return self.auto_class(raw.get("architectures") or [])
-
 
 @dataclass(frozen=True)
 class Comparison:

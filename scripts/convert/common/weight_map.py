@@ -177,12 +177,8 @@ def _some(keys: set[str]) -> str:
     return first if len(keys) == 1 else f"{first} ({len(keys)} such keys)"
 
 
-def _are(keys: set[str]) -> str:
-    return "is" if len(keys) == 1 else "are"
-
-
 def _refusal_of(unknown: set[str]) -> str:
-    are = _are(unknown)
+    are = "is" if len(unknown) == 1 else "are"
     return f"the weights have {_some(unknown)} which {are} no part of this format; leave {_them(unknown)} out"
 
 

@@ -1,20 +1,20 @@
 """Writing a converted checkpoint: weights in shards, configuration, tokenizer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import AutoTokenizer, PreTrainedConfig
 
-from ...common import atomic_file
+from ...common.checkpoint_files import TOKENIZER_PATTERNS, matching_files
+from ...common.errors import last_line
 from .arguments import parse_size
-from .companion_files import adopt_special_tokens
 from .shards import write_shards
 from .tensor_source import TensorSource
 from .weight_map import Step, written_shapes
 
 DEFAULT_SHARD = 5 * 10**9
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def write_weights(
@@ -28,11 +28,6 @@ def write_weights(
     write_shards(folder, steps, source.read, written_shapes(steps, source.shapes), dtype=dtype, limit=limit)
 
 
-def write_foreign_config(folder: Path, content: dict[str, Any]) -> None:
-    """Writes a `config.json` that is not of Transformers."""
-    atomic_file.write_json(folder / "config.json", content)
-
-
 def write_ours(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> list[str]:
     """Writes our `config.json` with the special tokens of the tokenizer in `folder`; returns warnings."""
     # AutoTokenizer also reads config.json to choose the tokenizer's class, so the file is there before the tokenizer is
@@ -41,6 +36,23 @@ def write_ours(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> li
     warnings = list(adopt_special_tokens(config, folder))
     config.save_pretrained(folder)
     return warnings
+
+
+def adopt_special_tokens(config: PreTrainedConfig, folder: Path) -> Iterator[str]:
+    """Sets the special tokens that `config` lacks from the tokenizer in `folder`; yields warnings."""
+    if not matching_files(folder, TOKENIZER_PATTERNS):
+        yield "there is no tokenizer to copy"
+        return
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare Exception for a damaged file
+        yield f"the tokenizer was copied but does not load: {last_line(error)}"
+        return
+    for name in SPECIAL_TOKENS:
+        if getattr(config, name) is None:
+            setattr(config, name, getattr(tokenizer, name))
+    if len(tokenizer) > config.vocab_size:
+        yield f"the tokenizer has {len(tokenizer)} tokens but the model embeds {config.vocab_size}"
 
 
 def write_transformers_config(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from ...common.atomic_file import write_json
 from ...common.errors import UserError
 from ..common.driver import ConversionPlan
 from ..common.dropout import warn_of_dropout
@@ -14,7 +15,7 @@ from ..common.model_loading import load_config
 from ..common.planning import check_import, check_shapes, choose_dtype, in_file_order, meta_model, shapes_of
 from ..common.tensor_source import TensorSource, count_elements
 from ..common.weight_map import plan_export, plan_import
-from ..common.writing import write_foreign_config, write_ours
+from ..common.writing import write_ours
 from .arguments import OfficialArguments
 from .config import OfficialConfig, field_warnings, length_warnings, pattern_warnings
 from .export import to_json, to_official
@@ -40,7 +41,7 @@ class Conversion(ConversionPlan):
     def write_config(self, folder: Path) -> Iterable[str]:
         if not self.arguments.reverse:
             return write_ours(folder, self.config, self.dtype)
-        write_foreign_config(folder, to_json(self.official, self.dtype))
+        write_json(folder / "config.json", to_json(self.official, self.dtype))
         return ()
 
     def verify(self, written: Path) -> str:
