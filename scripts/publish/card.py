@@ -31,6 +31,7 @@ TASKS = {
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForTokenClassification": "token-classification",
 }
+# Authors, year and title of the papers of all families, by the number on arXiv.
 PAPERS = {
     "2405.08553": ("Da Xiao and Qingye Meng and Shengping Li and Xingyuan Yuan", 2024,
                    "Improving Transformers with Dynamically Composable Multi-Head Attention"),
@@ -205,8 +206,6 @@ def _format_value(value: Any) -> str:
 
 
 def _bibtex(paper: str) -> str:
-    if paper not in PAPERS:
-        return f"<https://arxiv.org/abs/{paper}>"
     authors, year, title = PAPERS[paper]
     key = f"{authors.split()[1].lower()}{year}"
     fields = {"title": title, "author": authors, "year": year, "eprint": paper, "archivePrefix": "arXiv"}

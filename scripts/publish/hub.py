@@ -1,7 +1,6 @@
 """Pushes a finished folder to the Hugging Face Hub, and explains in one line why that failed."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -49,7 +48,7 @@ def push(
         UserError: the Hub cannot be reached, or refuses the push; `folder` stays as it is.
     """
     api = HfApi()
-    with one_line_errors(repo, folder, api.endpoint):
+    try:
         # None instead of False, so that a repository that exists keeps its visibility.
         full_name = api.create_repo(repo, private=private or None, exist_ok=True).repo_id
         if revision is not None:
@@ -62,6 +61,11 @@ def push(
             commit_message=commit_message or "Publish with dynattn",
             delete_patterns=stale,
         )
+    except (OSError, ValueError, RuntimeError, HTTPError) as error:
+        raise UserError(
+            f"cannot push to {repo} at {api.endpoint}: {_reason(error)}. The folder {folder} is complete; "
+            "push it later with the same command and --overwrite"
+        ) from error
     return commit.commit_url
 
 
@@ -76,19 +80,8 @@ def replaced_files(names: Iterable[str], folder: Path) -> list[str]:
     return [name for name in names if any(fnmatchcase(name, one) and name.count("/") == n for one, n in levels)]
 
 
-@contextmanager
-def one_line_errors(repo: str, folder: Path, endpoint: str) -> Iterator[None]:
-    """Turns errors of the Hub's client into a UserError that says what to do."""
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError, HTTPError) as error:
-        raise UserError(
-            f"cannot push to {repo} at {endpoint}: {_reason(error)}. The folder {folder} is complete; "
-            "push it later with the same command and --overwrite"
-        ) from error
-
-
 def _reason(error: Exception) -> str:
+    """Why the Hub's client failed, in one line, and what the user can do about it."""
     if not isinstance(error, HfHubHTTPError):
         return last_line(str(error.__cause__ or error))
     status, said = error.response.status_code, error.server_message or "no reason given"

@@ -98,7 +98,8 @@ def refuse_package(roots: Sequence[str]) -> None:
     else:
         raise RuntimeError(f"{PACKAGE} can be imported, so that loading without it was not tried")
     own = Path(__file__).resolve()
-    files = {Path(path).resolve() for module in list(sys.modules.values()) if (path := _file_of(module))}
+    paths = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    files = {Path(path).resolve() for path in paths if path}
     if borrowed := sorted(str(file) for file in files - {own} if any(file.is_relative_to(root) for root in roots)):
         raise RuntimeError(f"{borrowed[0]} of {PACKAGE} was loaded, so that loading without it was not tried")
 
@@ -188,10 +189,6 @@ def _hide_padding(output: Tensor, mask: Tensor) -> Tensor:
     if output.shape[:2] != mask.shape:
         return output
     return output.masked_fill(~mask.bool()[..., None], 0.0)
-
-
-def _file_of(module: Any) -> str | None:
-    return getattr(module, "__file__", None)
 
 
 if __name__ == "__main__":
