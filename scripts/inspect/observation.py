@@ -12,11 +12,7 @@ from ..common.composition_observation import Change, LayerObservation, attention
 def observe(model: PreTrainedModel, tokens: Tensor) -> tuple[list[LayerObservation], float]:
     """Returns what each layer computes for `tokens` `[1, T]`, and the mean loss of the tokens after the first."""
     layers: dict[int, LayerObservation] = {}
-
-    def keep(layer: int, observed: LayerObservation) -> None:
-        layers[layer] = observed
-
-    with attention_through(model, keep=keep):
+    with attention_through(model, keep=layers.__setitem__):
         loss = loss_of(model, tokens)
     return [layers[index] for index in sorted(layers)], loss
 

@@ -101,9 +101,7 @@ from transformers import {imports}
 """
 
 
-def make_card(
-    checkpoint: Checkpoint, *, repo: str | None, license_name: str | None, evaluation: str | None = None
-) -> str:
+def make_card(checkpoint: Checkpoint, *, repo: str | None, license_name: str | None, evaluation: str | None) -> str:
     """Returns the text of README.md.
 
     Args:

@@ -78,12 +78,9 @@ def main(argv: Sequence[str]) -> int:
     for name in MODELS:
         run_once(output / name / "result.json", pretrain_command(output, name, arguments))
     for name in MODELS:
-        folder = output / name / "evaluation"
-        model = str(output / name / "model")
-        run_once(
-            folder / "results.json",
-            ["evaluate", model, "--limit", str(SAMPLES_OF_A_TASK), "--output", str(folder)],
-        )
+        folder, model = output / name / "evaluation", str(output / name / "model")
+        options = ["--limit", str(SAMPLES_OF_A_TASK), "--output", str(folder)]
+        run_once(folder / "results.json", ["evaluate", model, *options])
     table = comparison(output)
     (output / "table.md").write_text(table + "\n", encoding="utf-8")
     write_json(output / "record.json", record(output), indent=1)
@@ -158,7 +155,8 @@ def comparison(output: Path) -> str:
     ]
     rows = []
     for name, label in MODELS.items():
-        result, scores = read_result(output, name), read_scores(output, name)
+        result = read_result(output, name)
+        scores = {task["task"]: task for task in read_evaluation(output, name)["tasks"]}
         accuracy = scores["dynattn_synthetic"]
         rows.append(
             [
@@ -213,11 +211,6 @@ def read_result(output: Path, name: str) -> dict[str, Any]:
 def read_evaluation(output: Path, name: str) -> dict[str, Any]:
     """The results of the evaluation of one of the models."""
     return read_json(output / name / "evaluation" / "results.json", "remove it to evaluate anew")
-
-
-def read_scores(output: Path, name: str) -> dict[str, Any]:
-    """The scores of one of the models on each task, by name."""
-    return {task["task"]: task for task in read_evaluation(output, name)["tasks"]}
 
 
 def generate(model: Path) -> None:

@@ -95,7 +95,7 @@ def check_finite(exact: Results, reference: Results) -> None:
                 )
 
 
-def excess(result: Tensor | None, exact: Tensor, reference: Tensor, terms: float = 0.0) -> float:
+def excess(result: Tensor | None, exact: Tensor, reference: Tensor, terms: float) -> float:
     """The error of one `[...]` tensor over its limit; `terms` is the size of the terms that are summed in it."""
     error, own = deviation_of(result, exact), deviation_of(reference, exact)
     rounding = torch.finfo(reference.dtype).eps * max(terms, root_mean_square(exact))

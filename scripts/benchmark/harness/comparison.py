@@ -36,8 +36,8 @@ def run_case(
     case: Case,
     candidates: Sequence[Candidate],
     settings: BenchmarkSettings,
-    left_out: Mapping[str, str] | None = None,
-    begin: Callable[[str | None], None] = lambda name: None,
+    left_out: Mapping[str, str],
+    begin: Callable[[str | None], None],
 ) -> list[Row]:
     """Checks, measures and times every candidate; returns one row of the record for each.
 
@@ -71,7 +71,7 @@ def run_case(
     with fresh_compilation():
         for candidate in candidates:
             row = rows[candidate.name]
-            if left_out and candidate.name in left_out:
+            if candidate.name in left_out:
                 row["failure"] = left_out[candidate.name]
                 continue
             if failure := fault_of_reference(candidate.function):
