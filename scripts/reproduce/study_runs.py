@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from ..common.atomic_file import read_json, without_nan, write_json
-from ..common.environment import provenance, source_commit
+from ..common.environment import hardware, provenance, source_commit, versions
 from ..common.errors import StoppedError, UserError
 from ..common.signals import signals_received
 from ..compare.study_folder import lock_of
@@ -140,7 +140,8 @@ class StudyRuns:
         self._file(run).parent.mkdir(parents=True, exist_ok=True)
         definition = self.definition(run)
         stored = {"definition": definition} if definition else {}
-        write_json(self._file(run), without_nan({**result, **stored, **provenance()}))
+        machine = {"hardware": hardware(torch.device("cpu")), "versions": versions()}  # unless the run says another
+        write_json(self._file(run), without_nan({**machine, **result, **stored, **provenance()}))
         print(f"{run.file_name.removesuffix('.json')}: {self.describe(result)}", flush=True)
 
     def _file(self, run: AnyRun) -> Path:

@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ...common.environment import hardware, versions
+from ...common.environment import hardware
 from .arms import ARMS
 from .plan import SOLVED, Preset, Run
 from .tasks import IGNORED, Task
@@ -46,7 +46,6 @@ def run_one(run: Run, preset: Preset, device: str = "cpu") -> dict[str, Any]:
         "curve": curve,
         "cpu_seconds": time.process_time() - began,
         "hardware": hardware(torch.device(device)),
-        "versions": versions(),
     }
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 
-from ...common.environment import hardware, versions
 from ..model_training import begin_alike, matched_width, train_steps
 from .arguments import SCHEMES
 from .tasks import VOCABULARY, Batch, lengths_to_test, make_batch, trained_length
@@ -81,8 +80,6 @@ def train(run: Run) -> dict[str, Any]:
         "last_loss": last_loss,
         "exact_match": test(model, run.task, trained),
         "seconds": time.perf_counter() - began,
-        "hardware": hardware(torch.device("cpu")),
-        "versions": versions(),
     }
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ...common.environment import hardware, versions
 from ..model_training import count_flops, train_steps
 from ..paired_study.job import Run
 from .arms import Shape, make_model
@@ -78,8 +77,6 @@ def run_one(run: Run) -> dict[str, Any]:
         "metrics": dict.fromkeys(metrics, math.nan) if math.isnan(metrics["loss"]) else metrics,
         "details": details,
         "cpu_seconds": seconds,
-        "hardware": hardware(torch.device("cpu")),
-        "versions": versions(),
     }
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....modeling.modeling_dcvit import DCViTForImageClassification
-from ...common.environment import hardware, versions
 from ..model_training import count_flops, train_steps
 from ..paired_study.job import Run
 from .arms import PARENT, Shape, continue_parent, make_model
@@ -90,8 +89,6 @@ def run_one(run: Run) -> dict[str, Any]:
         "flops": forward_flops(model, image),
         "metrics": metrics,
         "cpu_seconds": time.process_time() - began,
-        "hardware": hardware(torch.device("cpu")),
-        "versions": versions(),
     }
 
 

@@ -39,8 +39,6 @@ def run_one(run: Run) -> dict[str, Any]:
         "parameters": 10,
         "flops": 2_000_000,
         "cpu_seconds": 1.0,
-        "hardware": "this",
-        "versions": {},
     }
 
 
