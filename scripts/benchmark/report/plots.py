@@ -10,12 +10,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
-from ...common.figures import plt, save
+from ...common.figures import make_panels, plt, save
 from ..harness.interface import GRAPH
 from ..subjects.parts import UNCLOCKED, WHOLE
 from .tables import Record, case_title
 
-COLUMNS = 3
+COLUMNS, PANEL, DPI = 3, (5, 4.5), 120
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STYLES = {"ours": "-", "plain": "--", "other": ":"}
 COLORS = {"ours": "tab:blue", "plain": "tab:gray", "other": "tab:orange"}
@@ -60,8 +60,8 @@ def draw_scaling(
     the measured rate of a matrix product; `maps` adds the memory of one attention map of one head.
     """
     groups, colors = group_by_length(record["cases"]), _colors(record)
-    figure, panels = make_panels(len(groups))
-    for axes, (title, cases) in zip(panels, groups.items(), strict=False):
+    figure, panels = make_panels(len(groups), COLUMNS, PANEL, DPI)
+    for axes, (title, cases) in zip(panels, groups.items(), strict=True):
         for name, rows in _by_candidate(cases).items():
             points = [(length, value(row)) for length, row in rows]
             style = STYLES[rows[0][1]["role"]]
@@ -88,8 +88,8 @@ def draw_scaling(
 def draw_ratios(record: Record, path: Path) -> None:
     """Bars of time over the best plain attention, a panel for each case; wrong candidates have none."""
     cases = [case for case in record["cases"] if any("ratio" in row for row in case["rows"])]
-    figure, panels = make_panels(len(cases))
-    for axes, case in zip(panels, cases, strict=False):
+    figure, panels = make_panels(len(cases), COLUMNS, PANEL, DPI)
+    for axes, case in zip(panels, cases, strict=True):
         rows = sorted((row for row in case["rows"] if "ratio" in row), key=lambda row: -row["ratio"])
         bars = axes.barh([row["name"] for row in rows], [row["ratio"] for row in rows])
         for bar, row in zip(bars, rows, strict=True):
@@ -105,7 +105,7 @@ def draw_ratios(record: Record, path: Path) -> None:
 
 def draw_roofline(record: Record, path: Path) -> None:
     """Roofline: FLOP/s against FLOPs per byte of inputs and results, under the limits of the machine."""
-    figure, axes = plt.subplots(figsize=(7, 5), dpi=120, layout="tight")
+    figure, axes = plt.subplots(figsize=(7, 5), dpi=DPI, layout="tight")
     peak, bandwidth = record["machine"]["gemm_flops_per_second"], record["machine"]["copy_bytes_per_second"]
     points = [
         (row["flops"] / row["traffic_bytes"], row["flops_per_second"], row["role"], row["name"])
@@ -131,8 +131,8 @@ def draw_profiles(cases: Sequence[Record], peak: float, path: Path) -> None:
 
     What the backward pass recomputes is hatched. A candidate without a profile is one white bar.
     """
-    figure, panels = make_panels(len(cases))
-    for axes, case in zip(panels, cases, strict=False):
+    figure, panels = make_panels(len(cases), COLUMNS, PANEL, DPI)
+    for axes, case in zip(panels, cases, strict=True):
         rows = sorted((row for row in case["rows"] if "timing" in row), key=lambda row: "profile" not in row)
         for place, row in enumerate(rows):
             _draw_parts(axes, place, row)
@@ -165,16 +165,6 @@ def group_by_length(cases: Iterable[Record]) -> dict[str, list[Record]]:
         groups.setdefault(title, []).append(case)
     of_several = {title: found for title, found in groups.items() if len(found) > 1}
     return of_several or groups
-
-
-def make_panels(count: int) -> tuple[Any, Sequence[Any]]:
-    """A figure and its panels, at most `COLUMNS` in a row; the last row may end with blank ones."""
-    rows, columns = max(math.ceil(count / COLUMNS), 1), max(min(count, COLUMNS), 1)
-    size = (5 * columns, 4.5 * rows)
-    figure, grid = plt.subplots(rows, columns, figsize=size, dpi=120, squeeze=False, layout="tight")
-    for axes in grid.flat[count:]:
-        axes.set_axis_off()
-    return figure, list(grid.flat)
 
 
 def _draw_parts(axes: Any, place: int, row: Record) -> None:

@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from ...common.figures import plt, save
+from ...common.figures import make_panels, plt, save
 from .plan import GROUPS, TYPES
 
 COLORS = dict(zip(TYPES, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
-PANELS_PER_ROW = 4
+PANELS_PER_ROW, PANEL, DPI = 4, (5, 4.8), 110
 # Variants of one type in a group.
 LINES = ("-", "--", ":", "-.")
 
@@ -23,7 +22,7 @@ def draw_curves(record: Mapping[str, Any], path: Path) -> None:
     Bands are one standard deviation over seeds to each side.
     """
     groups = [name for name in GROUPS if any(cell["group"] == name for cell in record["cells"])]
-    figure, panels = _make_panels(len(groups))
+    figure, panels = make_panels(len(groups), PANELS_PER_ROW, PANEL, DPI)
     for axes, group in zip(panels, groups, strict=True):
         of_type: dict[str, int] = dict.fromkeys(TYPES, 0)
         for cell in (cell for cell in record["cells"] if cell["group"] == group):
@@ -44,7 +43,7 @@ def draw_bars(record: Mapping[str, Any], path: Path) -> None:
     """Draws validation accuracy as bars with standard deviation and every seed, and the paper's figures beside them."""
     groups = [name for name in GROUPS if any(cell["group"] == name for cell in record["cells"])]
     cells = {group: [cell for cell in record["cells"] if cell["group"] == group] for group in groups}
-    figure, (*panels, last) = _make_panels(len(groups) + 1)
+    figure, (*panels, last) = make_panels(len(groups) + 1, PANELS_PER_ROW, PANEL, DPI)
     for axes, group in zip(panels, groups, strict=True):
         _draw_bars(axes, cells[group])
         axes.set_title(_title(group), fontsize=9)
@@ -54,18 +53,6 @@ def draw_bars(record: Mapping[str, Any], path: Path) -> None:
     _number(last, quoted.values())
     last.set_title("quoted from the paper: training and\nvalidation mixed, since the start of training", fontsize=9)
     save(figure, path)
-
-
-def _make_panels(count: int) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` panels in rows of up to `PANELS_PER_ROW`."""
-    columns = min(count, PANELS_PER_ROW)
-    rows = -(-count // columns)
-    size = (5 * columns, 4.8 * rows)
-    figure, grid = plt.subplots(rows, columns, figsize=size, dpi=110, squeeze=False, layout="tight")
-    panels = list(grid.flat)
-    for unused in panels[count:]:
-        unused.remove()
-    return figure, panels[:count]
 
 
 def _draw_curve(
