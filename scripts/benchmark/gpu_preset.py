@@ -60,6 +60,11 @@ TRAINING: dict[str, Any] = {
 }
 
 
+# Measures what the arguments say into a folder, beginning no case after a time on the monotonic clock; returns whether
+# everything is right.
+Measure = Callable[[BenchmarkArguments, Path, float], bool]
+
+
 @dataclass(frozen=True)
 class PresetPart:
     """One run of the benchmark, by the arguments that differ from the preset's."""
@@ -165,17 +170,14 @@ def forget_parts(arguments: BenchmarkArguments, folder: Path) -> None:
         (folder / TUNING).unlink(missing_ok=True)
 
 
-def run_preset(
-    arguments: BenchmarkArguments, folder: Path, run: Callable[[BenchmarkArguments, Path, float], bool], end: float
-) -> bool:
+def run_preset(arguments: BenchmarkArguments, folder: Path, run: Measure, end: float) -> bool:
     """Runs the parts, each into a folder of its own; returns whether everything that was measured is right.
 
     With `arguments.resume`, constants that an earlier command found in `folder` are not tuned again. With
     `arguments.parts` they are used if they are there, and nothing is tuned.
 
     Args:
-        run: measures what the arguments say into a folder, beginning no case after a time on the monotonic clock;
-            returns whether everything is right.
+        run: measures the parts.
         end: when the last case may begin.
 
     Raises:
@@ -200,11 +202,7 @@ def run_preset(
 
 
 def _run_and_tune(
-    part: PresetPart,
-    arguments: BenchmarkArguments,
-    folder: Path,
-    run: Callable[[BenchmarkArguments, Path, float], bool],
-    end: float,
+    part: PresetPart, arguments: BenchmarkArguments, folder: Path, run: Measure, end: float
 ) -> tuple[bool, dict[TunableConstant, Any]]:
     """Runs the first part and tunes; returns whether everything in the part is right, and the best constants.
 
@@ -227,13 +225,7 @@ def _found_constants(folder: Path) -> dict[TunableConstant, Any]:
     return read_tuning(found).best if "best" in found else {}
 
 
-def _run_part(
-    part: PresetPart,
-    arguments: BenchmarkArguments,
-    folder: Path,
-    run: Callable[[BenchmarkArguments, Path, float], bool],
-    end: float,
-) -> bool:
+def _run_part(part: PresetPart, arguments: BenchmarkArguments, folder: Path, run: Measure, end: float) -> bool:
     """Returns whether everything in a part is right; a part that cannot be measured costs no other part its turn."""
     options = options_of(part, arguments)
     try:

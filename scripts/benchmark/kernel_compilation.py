@@ -281,18 +281,7 @@ def _decode_arguments(configuration: DecodeConfiguration) -> dict[str, tuple[Any
     sizes: Any = CacheSizes("i32", "i32", *("one" if configuration.is_short else "i32",) * 2)  # type: ignore[arg-type]
     return {
         "dcmha_decode_scores": (
-            element,
-            element,
-            "*fp32",
-            "*fp32",
-            stage,
-            where,
-            pages,
-            sizes,
-            STRIDES,
-            STRIDES,
-            tables,
-            "fp32",
+            *(element, element, "*fp32", "*fp32", stage, where, pages, sizes, STRIDES, STRIDES, tables, "fp32"),
         ),
         "dcmha_decode_outputs": ("*fp32", "*fp32", element, "*fp32", stage, pages, sizes, STRIDES, tables),
         "dcmha_decode_sum": ("*fp32", element, "i32"),

@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from ...common.arguments import command_line
-from ...compare.job import measured_run, report_arms
+from ...compare.job import choose_rate, measured_run, report_arms
 from ...compare.record import Record, compare_arms, make_record
 from ...compare.study_folder import claim
 from ...pretrain.texts import check_same_texts
@@ -32,7 +32,8 @@ def make_runs(arguments: MaskedLMArguments, output: Path) -> Record:
     planned = runs.planned()
     claim(output, runs.settings(), "study of masked language modeling")
     check_same_texts(planned)
-    chosen = {arm: runs.choose_rate(arm) for arm in arguments.arms}
+    trials = {arm: partial(runs.trained, arguments.tuning_seed, arm) for arm in arguments.arms}
+    chosen = {arm: choose_rate(trial, arguments.learning_rates) for arm, trial in trials.items()}
     rates = {arm: rate for arm, (rate, _) in chosen.items()}
     measured = {
         seed: {arm: measured_run(partial(runs.trained, seed, arm, rate)) for arm, rate in rates.items()}

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from dynattn import DCModernBertConfig, DCModernBertForMaskedLM
 
 from ...common.atomic_file import partial_path, put_in_place
-from ...compare.job import Losses, choose_rate, train_once
+from ...compare.job import train_once
 from ...pretrain import PretrainArguments
 from ...pretrain.data.documents import iterate_texts, load_documents
 from ...pretrain.data.tokenizer import load_tokenizer, train_bpe
@@ -58,11 +58,6 @@ class Runs:
         given = self.arguments
         cells = product((given.tuning_seed, *given.seeds), given.arms, given.learning_rates)
         return [self._training(*cell) for cell in cells]
-
-    def choose_rate(self, arm: str) -> tuple[float, Losses]:
-        """The learning rate with the lowest last validation loss on the tuning seed, and the losses of all."""
-        seed = self.arguments.tuning_seed
-        return choose_rate(lambda rate: self.trained(seed, arm, rate), self.arguments.learning_rates)
 
     def _training(self, seed: int, arm: str, rate: float) -> PretrainArguments:
         folder, initial = self._folder(seed, f"{arm}-{rate:g}"), self._initial(seed, arm)

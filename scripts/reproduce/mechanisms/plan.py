@@ -1,8 +1,7 @@
 """The runs of the study: presets, and the key that names a run and its file."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from .arms import Size
 from .in_context import IN_CONTEXT
@@ -69,10 +68,6 @@ class Run:
     def file_name(self) -> str:
         sizes = f"{self.layers}-layers-{self.heads}-heads"
         return f"{self.task}/{self.arm}-{sizes}-seed-{self.seed}-{self.learning_rate:g}.json"
-
-    def settings(self) -> dict[str, Any]:
-        """What the run is, for its record."""
-        return asdict(self)
 
 
 def tuning_runs(cells: Sequence[Cell], seed: int, rates: Sequence[float]) -> Iterator[Run]:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 from zlib import crc32
 
@@ -38,7 +38,7 @@ def run_one(run: Run, preset: Preset, device: str = "cpu") -> dict[str, Any]:
     curve = train(model, task, run, preset, device)
     solved = [sequences for sequences, accuracy in curve if accuracy >= SOLVED]
     return {
-        "run": run.settings(),
+        "run": asdict(run),
         "parameters": model.num_parameters(),
         "length": task.length,
         "solved_at": solved[0] if solved else None,

@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from ...common.arguments import command_line
-from ...compare.job import Losses, measured_run, report_arms
+from ...compare.job import Losses, choose_rate, measured_run, report_arms
 from ...compare.record import Record, make_record
 from ...compare.study_folder import claim
 from ...pretrain.texts import check_same_texts
@@ -56,8 +56,7 @@ def make_runs(arguments: UpcyclingArguments, output: Path) -> Record:
 
 def choose_rates(arguments: UpcyclingArguments, runs: Runs) -> tuple[dict[str, float], dict[str, Losses]]:
     """The learning rate of each arm, one for all that compose, and the losses from which the rates are chosen."""
-    chosen = {
-        name: runs.choose_rate(arguments.tuning_seed, name, arguments.learning_rates) for name in ("plain", "composed")
-    }
+    trials = {name: partial(runs.continued, arguments.tuning_seed, name) for name in ("plain", "composed")}
+    chosen = {name: choose_rate(trial, arguments.learning_rates) for name, trial in trials.items()}
     rates = {name: chosen["composed" if arm.composed else "plain"][0] for name, arm in ARMS.items()}
     return rates, {name: losses for name, (_, losses) in chosen.items()}

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ...compare.job import Losses, choose_rate, train_once
+from ...compare.job import train_once
 from ...convert import NEOX, UpcycleArguments, upcycle_checkpoint
 from ...pretrain import PretrainArguments
 
@@ -84,13 +84,6 @@ class Runs:
         """
         parents = [self._pretraining(seed) for seed in seeds]
         return parents + [self._continuing(*cell) for cell in product(seeds, ARMS, rates)]
-
-    def choose_rate(self, seed: int, name: str, rates: list[float]) -> tuple[float, Losses]:
-        """The learning rate with the lowest last validation loss on `seed`, and the losses of all.
-
-        A single rate is returned without a run.
-        """
-        return choose_rate(lambda rate: self.continued(seed, name, rate), rates)
 
     def settings(self) -> dict[str, Any]:
         """What all runs have in common, for the record."""

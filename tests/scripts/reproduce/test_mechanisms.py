@@ -6,7 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -238,7 +238,7 @@ def test_with_many_runs_p_is_that_of_the_normal_approximation():
 
 
 def finished(task: str, arm: str, seed: int, solved: int | None, heads: int = 4) -> dict[str, object]:
-    run = Run(task, arm, 2, heads, seed, 1e-3).settings()
+    run = asdict(Run(task, arm, 2, heads, seed, 1e-3))
     accuracy = 1.0 if solved else 0.5
     return {
         "run": run, "parameters": 1234, "solved_at": solved, "accuracy": accuracy, "hardware": "h", "versions": {},
