@@ -79,9 +79,8 @@ def find_constants(
     return tune_the_faster(trial, lambda: time.monotonic() < end, log)
 
 
-def tune_the_faster(trial: Callable[[], float], has_time: Callable[[], bool], log: TrialLog | None = None) -> Tuning:
+def tune_the_faster(trial: Callable[[], float], has_time: Callable[[], bool], log: TrialLog) -> Tuning:
     """Finds the faster kind of kernels, and the best constants of that kind."""
-    log = log or TrialLog()
     family = tune(kernel_tuning, (FAMILY,), trial, has_time, log)
     constants = HEAD_BY_HEAD_CONSTANTS if family.best[FAMILY] in FAMILY.values else TENSOR_CORE_CONSTANTS
     with override_constants(kernel_tuning, family.best):

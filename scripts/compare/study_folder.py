@@ -15,7 +15,7 @@ from ..common.folder_lock import FolderLock
 from ..common.folder_names import make_folder, resolve_folder
 
 SETTINGS, RECORD, TABLE, LOCK = "study.json", "record.json", "table.md", ".lock"
-# In messages: what a setting is that one of two studies does not have, and how many settings they name.
+# What messages call a setting that one of two studies does not have, and how many settings they name.
 ABSENT, TOLD = "absent", 3
 
 

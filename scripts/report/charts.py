@@ -16,7 +16,7 @@ from .run import ReportedRun
 WIDTH, HEIGHT = 6.2, 3.2
 # Colours that readers with any colour vision can tell apart (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-# Of a curve with more points, only this many are drawn, evenly spread, which looks the same.
+# A curve with more points is drawn with so many of them, evenly spread, and looks the same.
 MOST_POINTS = 2000
 # The XML declaration and document type before the drawing, which name an address on another machine.
 PROLOGUE = re.compile(r"^.*?(?=<svg)", re.DOTALL)

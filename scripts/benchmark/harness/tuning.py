@@ -128,7 +128,7 @@ def tune(
     constants: Sequence[TunableConstant],
     trial: Callable[[], float],
     has_time: Callable[[], bool],
-    log: TrialLog | None = None,
+    log: TrialLog,
 ) -> Tuning:
     """Tries the values of each constant together with the best values of the constants before it.
 
@@ -138,7 +138,6 @@ def tune(
         has_time: whether there is time for one more trial.
         log: takes the trials.
     """
-    log = log or TrialLog()
     first = len(log.made)
 
     def attempt(values: Mapping[TunableConstant, Any], label: str, value: Any) -> float:

@@ -29,8 +29,7 @@ CHECKED = 16
 QUADRATIC = ("eager", "matmul", "x-transformers")
 # Candidates that keep the maps of all their chunks for the backward pass.
 QUADRATIC_BACKWARD = tuple(f"{name}{end}" for name in ("chunks", "talking-heads", "official") for end in ("", COMPILED))
-# Bytes.
-LARGEST_MAP = 1 << 30
+LARGEST_MAP = 1 << 30  # bytes
 
 
 @dataclass(frozen=True)

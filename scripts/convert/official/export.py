@@ -1,4 +1,4 @@
-"""From our configuration to the official one, or the reason why the official code cannot run such a model."""
+"""Translates our configuration to the official one, or says why the official code cannot run such a model."""
 
 import dataclasses
 from collections.abc import Iterator

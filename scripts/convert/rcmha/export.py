@@ -1,4 +1,4 @@
-"""From our RCMHA configuration to the official one, or the reason why the official code cannot run such a model."""
+"""Translates our RCMHA configuration to the official one, or says why the official code cannot run such a model."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -57,7 +57,7 @@ class Run:
 
     @property
     def file_name(self) -> str:
-        """Of its result."""
+        """The file of its result in the folder of runs."""
         return f"{self.task}/{self.scheme}-{self.composition}-seed-{self.seed}-rate-{self.learning_rate:g}.json"
 
 

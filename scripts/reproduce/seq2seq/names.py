@@ -21,7 +21,7 @@ CATALOGUES = {
     "scripts": "iso15924",
     "currencies": "iso4217",
 }
-# Of this many names one is for the test, and one for choosing learning rates.
+# One of so many names is tested on, and another one chooses learning rates.
 SHARE = 10
 
 Part = Literal["train", "validation", "test"]

@@ -58,7 +58,7 @@ QUICK = {
     "sequences": TaskSizes(QUICK_SHAPE, steps=800, batch=32, shortest=4, longest=6, tests=32),
     "names": TaskSizes(replace(QUICK_SHAPE, vocab_size=0), steps=600, batch=32, shortest=1, longest=12, tests=300),
 }
-# By whether the study is the quick one.
+# The sizes by whether the study is the quick one.
 SIZES = {False: FULL, True: QUICK}
 
 

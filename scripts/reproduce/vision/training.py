@@ -71,7 +71,7 @@ QUICK = {
 }
 FULL["upcycled"] = FULL["glyphs"].with_parent(1e-3)
 QUICK["upcycled"] = QUICK["glyphs"].with_parent(3e-3)
-# By whether the study is the quick one.
+# The sizes by whether the study is the quick one.
 SIZES = {False: FULL, True: QUICK}
 
 
@@ -93,7 +93,7 @@ def run_one(run: Run) -> dict[str, Any]:
 
 
 def forward_flops(model: DCViTForImageClassification, image: Tensor) -> int:
-    """Of one image `[1, 1, h, w]`, by the reference implementation, whose products PyTorch can count."""
+    """FLOPs for one image `[1, 1, h, w]`, counted on the reference implementation, whose products PyTorch counts."""
     model.set_attn_implementation("eager")
     return count_flops(lambda: model(image))
 

@@ -10,7 +10,7 @@ from dynattn.scripts.benchmark import gpu_tuning
 from dynattn.scripts.benchmark.arguments import BenchmarkArguments
 from dynattn.scripts.benchmark.gpu_tuning import make_trial
 from dynattn.scripts.benchmark.harness.settings import read_settings
-from dynattn.scripts.benchmark.harness.tuning import TunableConstant, tune
+from dynattn.scripts.benchmark.harness.tuning import TrialLog, TunableConstant, tune
 
 
 @pytest.mark.parametrize("constants", [gpu_tuning.HEAD_BY_HEAD_CONSTANTS, gpu_tuning.TENSOR_CORE_CONSTANTS])
@@ -23,7 +23,9 @@ def test_the_tuned_constants_are_those_of_the_kernels(constants: tuple[TunableCo
 
 @pytest.mark.parametrize(("of_loops", "expected"), [(0.5, "TILES[dcmha_probs]"), (2.0, "TURNS")])
 def test_only_the_faster_kernels_are_tuned(of_loops: float, expected: str) -> None:
-    tuning = gpu_tuning.tune_the_faster(lambda: of_loops if kernel_tuning.FEWEST_HEADS > 32 else 1.0, lambda: True)
+    tuning = gpu_tuning.tune_the_faster(
+        lambda: of_loops if kernel_tuning.FEWEST_HEADS > 32 else 1.0, lambda: True, TrialLog()
+    )
     assert tuning.finished and (tuning.best[gpu_tuning.FAMILY] > 32) == (of_loops < 1)
     tried = {one["constant"] for one in tuning.trials}
     assert expected in tried
@@ -51,7 +53,7 @@ def test_the_triton_path_gives_the_same_with_all_constants_tried(monkeypatch: py
     trial = make_trial(settings, (("2x16@40", 8),), "triton")
     tiles = TunableConstant("TILES", ((8, 16, 4),), "dcmha_probs")
     constants = (TunableConstant("ROWS", (16,)), TunableConstant("BLOCK", (8,)), tiles)
-    tuning = tune(kernel_tuning, constants, trial, lambda: True)
+    tuning = tune(kernel_tuning, constants, trial, lambda: True, TrialLog())
     assert [one["constant"] for one in tuning.trials if one["seconds"] > 0] == [
         "as it is",
         "ROWS",

@@ -37,7 +37,7 @@ def test_the_tuner_finds_the_best_of_each_constant_and_passes_over_what_fails(mo
         left = {(1, 2): 1.0, (4, 4): 0.5}[module.TILES["left"]]
         return module.BLOCK / 16 + left + (0.0 if module.TILES["right"] == (3, 3) else -0.001)
 
-    tuning = tune(module, (BLOCK, LEFT, RIGHT), trial, lambda: True)
+    tuning = tune(module, (BLOCK, LEFT, RIGHT), trial, lambda: True, TrialLog())
     assert tuning.finished
     assert tuning.best == {BLOCK: 16, LEFT: (4, 4), RIGHT: (3, 3)}, "a gain within the noise is none"
     assert module.BLOCK == 32
@@ -53,7 +53,7 @@ def test_the_tuner_finds_the_best_of_each_constant_and_passes_over_what_fails(mo
 
 def test_the_tuner_stops_when_time_is_over(module: Any) -> None:
     time_left = iter([True, False])
-    tuning = tune(module, (BLOCK, LEFT), lambda: float(module.BLOCK), lambda: next(time_left))
+    tuning = tune(module, (BLOCK, LEFT), lambda: float(module.BLOCK), lambda: next(time_left), TrialLog())
     assert not tuning.finished
     assert tuning.best == {BLOCK: 16, LEFT: (1, 2)}
     assert len(tuning.trials) == 2
