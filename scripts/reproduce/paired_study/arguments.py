@@ -1,6 +1,6 @@
 """The arguments of a study of arms. Nothing here imports PyTorch, so that mistakes are told at once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ...common.arguments import option
 from ...common.errors import UserError
@@ -13,13 +13,13 @@ QUICK_RATES = [3e-3, 9e-3, 27e-3]
 
 @dataclass
 class PairedStudyArguments:
-    """Arguments of a study; each study gives its own folder.
+    """Arguments of a study.
 
     Raises:
         UserError: a number is out of its range, seeds repeat, or the tuning seed is a measured one.
     """
 
-    output: str = field(metadata={"help": "folder of the study"})
+    output: str | None = option(None, "folder of the study; runs/STUDY by default, such as runs/vision")
     tasks: list[str] | None = option(None, "names of tasks, which an unknown one lists; all if not given")
     arms: list[str] | None = option(None, "names of arms, which an unknown one lists; all if not given")
     seeds: list[int] = option([0, 1, 2], "seeds to measure")

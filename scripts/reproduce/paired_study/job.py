@@ -110,7 +110,7 @@ def run_study(study: Study, arguments: PairedStudyArguments) -> str:
         UserError: a task or an arm does not exist, data of a task are missing, the folder holds another study, or no
             measured run is finished.
     """
-    output = Path(arguments.output)
+    output = Path(arguments.output or f"runs/{study.name}")
     tasks = chosen("task", arguments.tasks, study.tasks)
     arms = chosen("arm", arguments.arms, study.arms)
     if not arguments.redraw:

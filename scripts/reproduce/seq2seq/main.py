@@ -10,22 +10,14 @@ encoder-decoder. Finished runs are not repeated, so an interrupted study resumes
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from ...common.arguments import option, parse_arguments
+from ...common.arguments import parse_arguments
 from ..paired_study.arguments import PairedStudyArguments
-
-
-@dataclass
-class Seq2SeqArguments(PairedStudyArguments):
-    """Arguments of the study: those of the base, and a folder."""
-
-    output: str = option("runs/seq2seq", "folder of the study")
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs what is missing of the study, then writes and prints the results."""
-    arguments = parse_arguments(Seq2SeqArguments, argv, prog="dynattn reproduce seq2seq", description=__doc__)
+    arguments = parse_arguments(PairedStudyArguments, argv, prog="dynattn reproduce seq2seq", description=__doc__)
     from ..paired_study.job import run_study  # slow to import, so not before the arguments are parsed
     from .study import SEQ2SEQ
 

@@ -10,22 +10,14 @@ each arm. Finished runs are not repeated, so an interrupted study resumes where 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from ...common.arguments import option, parse_arguments
+from ...common.arguments import parse_arguments
 from ..paired_study.arguments import PairedStudyArguments
-
-
-@dataclass
-class VisionArguments(PairedStudyArguments):
-    """Arguments of the study: those of the base, and a folder."""
-
-    output: str = option("runs/vision", "folder of the study")
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs what is missing of the study, then writes and prints the results."""
-    arguments = parse_arguments(VisionArguments, argv, prog="dynattn reproduce vision", description=__doc__)
+    arguments = parse_arguments(PairedStudyArguments, argv, prog="dynattn reproduce vision", description=__doc__)
     from ..paired_study.job import run_study  # slow to import, so not before the arguments are parsed
     from .study import VISION
 
