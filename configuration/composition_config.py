@@ -101,10 +101,10 @@ class CompositionConfig(PortableConfig):
 
     @classmethod
     def from_size(cls, name: str, *, mixer: str | None = None, **overrides: Any) -> Self:
-        """Returns the configuration of a named size (see `sizes`), with fields overridden by keyword.
+        """Returns the configuration of a size that the model card lists (`sizes`), with fields overridden by keyword.
 
         Args:
-            mixer: name of a published attention (see `MIXERS`) that sets the `compose_*` fields; keywords come first.
+            mixer: name of a published attention, a key of `MIXERS`, that sets `compose_*` fields; keywords come first.
 
         Raises:
             ValueError: the size or the attention does not exist, or fields do not fit.

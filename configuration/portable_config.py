@@ -90,7 +90,7 @@ class PortableConfig(PreTrainedConfig):
 
     @classmethod
     def from_size(cls, name: str, **overrides: Any) -> Self:
-        """Returns the configuration of a named size (see `sizes`), with fields overridden by keyword.
+        """Returns the configuration of a size that the model card lists (`sizes`), with fields overridden by keyword.
 
         Raises:
             ValueError: the size does not exist.

@@ -5,7 +5,6 @@ repository alike.
 """
 
 import sys
-from inspect import signature
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -29,6 +28,8 @@ myst_heading_anchors = 3
 default_role = "literal"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+# Otherwise an `__init__` without a text of its own shows that of `torch.nn.Module`.
+autodoc_inherit_docstrings = False
 autodoc_class_signature = "separated"
 # Longer signatures have a line for each parameter.
 maximum_signature_line_length = 120
@@ -55,9 +56,17 @@ def without_fences(app: Sphinx, what: str, name: str, obj: object, options: obje
 
 
 def without_constructors(app: Sphinx, what: str, name: str, obj: object, skip: bool, options: object) -> bool | None:
-    """Leaves out a `__new__` of any arguments, and an `__init__` that is Python's own: neither says what to give."""
-    takes_anything = name == "__new__" and callable(obj) and "kwargs" in signature(obj).parameters
-    return True if takes_anything or obj is object.__init__ else None
+    """Leaves out `__new__`, and an `__init__` that is Python's own: neither says what to give."""
+    return True if name == "__new__" or obj is object.__init__ else None
+
+
+def without_inherited_fields(
+    app: Sphinx, what: str, name: str, obj: object, options: object, parameters: str | None, returns: str | None
+) -> tuple[str, None] | None:
+    """Leaves the fields that all configurations of Transformers have out of the signatures of ours."""
+    if parameters and parameters.startswith("(transformers_version: "):
+        return "(" + parameters.partition("*, ")[2], None
+    return None
 
 
 def link_notebook(app: Sphinx, page: str, source: list[str]) -> None:
@@ -83,3 +92,4 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", link_notebook)
     app.connect("autodoc-process-docstring", without_fences)
     app.connect("autodoc-skip-member", without_constructors)
+    app.connect("autodoc-process-signature", without_inherited_fields)

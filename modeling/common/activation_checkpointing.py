@@ -31,12 +31,11 @@ def checkpoint_activations(model: PreTrainedModel, **options: Any) -> None:
 def keep_attention_outputs() -> tuple[Any, Any]:
     """A `context_fn` for `torch.utils.checkpoint` that keeps attention outputs and recomputes everything else.
 
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention_outputs})
-
+    `model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention_outputs})` switches it on.
     The attention ops of this package already recompute their scores in the backward pass, so plain checkpointing would
     compute attention three times. With this function the outputs of these ops and of PyTorch's SDPA are kept: as many
     elements as the layer inputs that checkpointing keeps anyway. `eager` attention consists of many small ops and is
-    recomputed. Pass the function to the model as above and not in Trainer's arguments, which are written to JSON.
+    recomputed. Trainer's arguments, which are written to JSON, cannot hold the function: pass it to the model.
 
     Returns:
         The contexts of the forward pass and of its recomputation.

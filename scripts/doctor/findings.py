@@ -55,11 +55,11 @@ def examine() -> list[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """Every requirement of this package, and those of its extras."""
+    """Every requirement of this package, and those of its extras, except for those with which it is developed."""
     for line in requires("dynattn") or ():
         requirement = Requirement(line)
         extra = _extra_of(requirement)
-        if extra == "dev" or (extra is None and requirement.marker and not requirement.marker.evaluate()):
+        if extra in ("dev", "docs") or (extra is None and requirement.marker and not requirement.marker.evaluate()):
             continue
         yield _package(requirement, extra)
 

@@ -54,7 +54,7 @@ def test_an_extra_of_a_requirement_is_looked_into(monkeypatch: pytest.MonkeyPatc
 
 
 def test_requirements_for_development_and_other_systems_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = ['none>=1; extra == "dev"', 'none>=1; sys_platform == "elsewhere"']
+    others = ['none>=1; extra == "dev"', 'none>=1; extra == "docs"', 'none>=1; sys_platform == "elsewhere"']
     monkeypatch.setattr(findings, "requires", lambda name: others)
     assert "none" not in {finding.subject for finding in findings.examine()}
 
