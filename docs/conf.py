@@ -30,7 +30,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 # Otherwise an `__init__` without a text of its own shows that of `torch.nn.Module`.
 autodoc_inherit_docstrings = False
-autodoc_class_signature = "separated"
+autodoc_class_signature = "mixed"
 # Longer signatures have a line for each parameter.
 maximum_signature_line_length = 120
 napoleon_google_docstring = True
