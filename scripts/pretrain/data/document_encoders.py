@@ -130,7 +130,9 @@ class ChatEncoder(Encoder):
         return np.array(tokens, dtype=np.int32), np.array(targets, dtype=np.bool_)
 
     def _by_tag(self, turns: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-        rendered: Any = self.tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+        rendered: Any = self.tokenizer.apply_chat_template(
+            turns, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+        )
         return rendered["input_ids"], rendered["assistant_masks"]
 
     def _by_prefix(self, turns: list[dict[str, Any]]) -> tuple[list[int], list[bool]]:

@@ -53,6 +53,15 @@ def test_only_what_the_assistant_says_is_a_target(template: str):
     assert encoded.text_bytes == len("Eight legs.Six.Eight legs.")
 
 
+@pytest.mark.parametrize("template", [PLAIN, TAGGED], ids=["plain", "tagged"])
+def test_a_conversation_longer_than_the_model_reads_is_no_reason_to_warn(template: str):
+    """Packing cuts it."""
+    used = tokenizer(template)
+    used.model_max_length = 8
+    ChatEncoder(used)([json.dumps(TURNS)])
+    assert not used.deprecation_warnings  # where Transformers notes that it has warned
+
+
 def test_a_turn_without_content_spells_no_text():
     used = tokenizer("{% for m in messages %}<|{{ m.role }}|>{{ m.content or m.call }}{{ eos_token }}{% endfor %}")
     turns = [TURNS[0], {"role": "assistant", "call": "count_legs"}, {"role": "assistant", "content": None, "call": "x"}]
