@@ -7,7 +7,7 @@ that somebody else registered, whose modules import this package by name.
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
@@ -114,12 +114,20 @@ def flatten_imports(source: str, module: str) -> tuple[str, list[str]]:
     """
     lines = source.splitlines(keepends=True)
     imported: list[str] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in _statements(ast.parse(source)):
         targets = _imported_modules(node, module)
         if isinstance(node, ast.ImportFrom) and targets:
             _rewrite(lines, node, targets)
             imported += targets
     return "".join(lines), imported
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """What a syntax tree holds besides expressions, which are most of it and have no imports in them."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):
+            yield child
+            yield from _statements(child)
 
 
 def _imported_modules(node: ast.AST, module: str) -> dict[str, list[ast.alias]]:
@@ -192,8 +200,8 @@ def _check_what_transformers_sees(path: Path) -> None:
 
     Transformers searches by regular expression, so an import in a docstring would break loading.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    real = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level}
+    statements = _statements(ast.parse(path.read_text(encoding="utf-8")))
+    real = {node.module for node in statements if isinstance(node, ast.ImportFrom) and node.level}
     if unreal := set(get_relative_imports(path)) ^ real:
         raise ValueError(
             f"Transformers misreads the imports {sorted(map(str, unreal))} of {path.name}; reword that text"

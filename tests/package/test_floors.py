@@ -1,7 +1,7 @@
 """The house keeps its floors: imports run downwards, never in a circle, and jobs do not know one another."""
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from importlib.util import resolve_name
 from pathlib import Path
 
@@ -52,8 +52,10 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports_of(module: str) -> Iterator[str]:
+@cache
+def imports_of(module: str) -> set[str]:
     """The modules of this project that a module imports, wherever in its text, also for type checkers alone."""
+    found = set()
     package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -63,7 +65,8 @@ def imports_of(module: str) -> Iterator[str]:
             names = [f"{source}.{alias.name}" for alias in node.names]
         else:
             continue
-        yield from filter(None, map(find_module, names))
+        found |= set(filter(None, map(find_module, names)))
+    return found
 
 
 def find_module(name: str) -> str | None:
@@ -98,7 +101,7 @@ def test_imports_run_downwards() -> None:
 
 
 def test_there_is_no_circle_of_imports() -> None:
-    graph = {module: set(imports_of(module)) - {module} for module in MODULES}
+    graph = {module: imports_of(module) - {module} for module in MODULES}
     while leaves := [module for module, imported in graph.items() if not imported & graph.keys()]:
         for module in leaves:
             del graph[module]
