@@ -18,6 +18,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dynattn.scripts.common import environment
 from dynattn.scripts.common.arguments import parse_arguments
 from dynattn.scripts.common.carried_memory import CarriedMemory
 from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
@@ -59,8 +60,9 @@ RUN = {
 
 @pytest.fixture(scope="session", autouse=True)
 def one_machine() -> Iterator[None]:
-    """The rate of matrix products, which every run of a family reports, is measured once."""
+    """What every run reports of the machine, the rate of matrix products and the versions, is found out once."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environment, "version", cache(environment.version))
         patch.setattr(throughput, "gemm_rate", cache(throughput.gemm_rate))
         yield
 

@@ -85,7 +85,7 @@ def test_code_that_a_tokenizer_names_neither_runs_nor_is_published(checkpoint: P
         content = json.loads((checkpoint / name).read_text()) if (checkpoint / name).exists() else {}
         (checkpoint / name).write_text(json.dumps({**content, **code, "parts": [code]}))
     edit_config(checkpoint, custom_pipelines={"text-generation": {"impl": f"{elsewhere}--evil.Pipeline"}})
-    assert main(["publish", str(checkpoint), "--output", str(tmp_path / "published")]) == 0
+    assert main(["publish", str(checkpoint), "--output", str(tmp_path / "published"), "--no_verify"]) == 0
     assert not ran.exists() and not (tmp_path / "published" / "NOTICE.py").exists()
     for name in (*names, "config.json"):
         assert "evil" not in (tmp_path / "published" / name).read_text()
