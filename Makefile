@@ -52,7 +52,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	rm -rf $(TYPES) && mkdir -p $(TYPES)/dynattn
 	ln -s "$(CURDIR)"/package/* $(foreach folder,configuration modeling scripts,"$(CURDIR)/$(folder)") $(TYPES)/dynattn/
-	MYPYPATH=$(TYPES) $(BIN)/python -m mypy --config-file pyproject.toml -p dynattn
+	MYPYPATH=$(TYPES) $(BIN)/python -m mypy --config-file pyproject.toml --num-workers $(WORKERS) -p dynattn
 
 # What a release must pass: archives that build and are valid, and that work in an environment with nothing else.
 release-check: $(INSTALLED)

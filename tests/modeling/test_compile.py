@@ -48,14 +48,16 @@ FAST = [
     ("rcmha", "padded"),
     ("rcmha", "packed"),
 ]
-every_call = pytest.mark.parametrize(
-    ("family", "given"),
-    [
-        pytest.param(family, given, id=f"{family}-{way}", marks=[pytest.mark.slow] * ((family, way) not in FAST))
+
+
+def every_call(fast: list[tuple[str, str]]) -> pytest.MarkDecorator:
+    """Families and ways of calling them, most of which are slow."""
+    calls = [
+        pytest.param(family, given, id=f"{family}-{way}", marks=[pytest.mark.slow] * ((family, way) not in fast))
         for family in FAMILIES
         for way, given in GIVEN.items()
-    ],
-)
+    ]
+    return pytest.mark.parametrize(("family", "given"), calls)
 
 
 # Beside a mask, as collators that flatten batches give it; for one row.
@@ -79,7 +81,7 @@ def learn(
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-@every_call
+@every_call(FAST)
 def test_a_model_is_one_graph(family: str, given: dict[str, Tensor]) -> None:
     model = make(family, layers=2)  # one of each kind
     graphs = CompileCounterWithBackend("eager")
@@ -97,7 +99,7 @@ def test_borders_of_documents_break_no_graph() -> None:
     torch.testing.assert_close(found, learn(model, BORDERS, ids=IDS[:1]))
 
 
-@every_call
+@every_call([("dcformer", "packed")])
 def test_blocks_are_compiled_once_for_each_kind_of_layer(family: str, given: dict[str, Tensor]) -> None:
     model = make(family)
     expected = learn(model, given)
@@ -108,8 +110,7 @@ def test_blocks_are_compiled_once_for_each_kind_of_layer(family: str, given: dic
     assert graphs.frame_count == len(set(model.config.layer_types))
 
 
-@pytest.mark.slow
-@every_call
+@every_call([])
 def test_a_compiled_model_learns_the_same(family: str, given: dict[str, Tensor]) -> None:
     model = make(family)
     expected = learn(model, given, skip_logits=True)

@@ -41,10 +41,12 @@ def rcmha(**fields: Any) -> PreTrainedModel:
     "make",
     [
         pytest.param(lambda: dcformer(), id="dcformer-rope"),
-        pytest.param(lambda: dcformer(position_scheme="alibi"), id="dcformer-alibi"),
+        pytest.param(lambda: dcformer(position_scheme="alibi"), id="dcformer-alibi", marks=pytest.mark.slow),
         pytest.param(lambda: dcformer(position_gain="distance"), id="dcformer-gain"),
         pytest.param(lambda: rcmha(), id="rcmha"),
-        pytest.param(lambda: rcmha(attention_type="mha", position_scheme="alibi"), id="rcmha-alibi"),
+        pytest.param(
+            lambda: rcmha(attention_type="mha", position_scheme="alibi"), id="rcmha-alibi", marks=pytest.mark.slow
+        ),
         pytest.param(lambda: rcmha(attention_type="mha", position_scheme="t5"), id="rcmha-t5"),
     ],
 )
@@ -65,16 +67,10 @@ def test_an_exported_model_serves_all_lengths(make: Any) -> None:
         torch.testing.assert_close(exported(**given).logits[seen], model(**given).logits[seen], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        pytest.param({"use_class_token": True, "classifier_pooling": "cls"}, id="class-token"),
-        pytest.param({"num_register_tokens": 2}, id="registers"),
-    ],
-)
 @torch.no_grad()
-def test_an_exported_vision_transformer_serves_all_batches(fields: dict[str, Any]) -> None:
-    config = DCViTConfig.from_size("tiny", **fields)
+def test_an_exported_vision_transformer_serves_all_batches() -> None:
+    tokens = {"use_class_token": True, "classifier_pooling": "cls", "num_register_tokens": 2}
+    config = DCViTConfig.from_size("tiny", num_hidden_layers=1, **tokens)
     model = DCViTForImageClassification(config).eval()
     images = torch.randn(5, config.num_channels, config.image_size, config.image_size)
     shapes = {"pixel_values": {0: torch.export.Dim("batch")}}
@@ -86,7 +82,9 @@ def test_an_exported_vision_transformer_serves_all_batches(fields: dict[str, Any
 
 @torch.no_grad()
 def test_an_exported_vision_transformer_serves_all_batches_and_image_sizes() -> None:
-    config = DCViTConfig.from_size("tiny", position_embedding_type="learned", image_size=16, patch_size=4)
+    config = DCViTConfig.from_size(
+        "tiny", num_hidden_layers=1, position_embedding_type="learned", image_size=16, patch_size=4
+    )
     model = DCViTForImageClassification(config).eval()
     sides = {2: 4 * torch.export.Dim("rows", min=2, max=64), 3: 4 * torch.export.Dim("columns", min=2, max=64)}
     given = {"pixel_values": torch.randn(2, config.num_channels, 16, 24), "interpolate_pos_encoding": True}
@@ -111,7 +109,7 @@ def test_an_exported_text_classifier_serves_all_batches_and_lengths() -> None:
         torch.testing.assert_close(exported(**given).logits, model(**given).logits, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["dcbart", "rcmha", "mha"])
+@pytest.mark.parametrize("kind", ["dcbart", "rcmha", pytest.param("mha", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_an_exported_encoder_decoder_serves_all_batches_and_lengths(kind: str) -> None:
     model = make_model(kind)

@@ -158,7 +158,7 @@ WAYS_OF_KINDS = [
 
 @pytest.mark.parametrize(("way", "kind", "mask"), WAYS_OF_KINDS)
 def test_it_equals_pytorch_in_float64(way: str, kind: str, mask: str) -> None:
-    for batch_first, cross, keys in ((False, False, S), (True, False, S), (False, True, S), (True, True, 4)):
+    for batch_first, cross, keys in ((True, False, S), (False, True, 4)):
         ours, theirs = pair({**KINDS[kind], "batch_first": batch_first}, **WAYS[way])
         inputs = make_inputs(ours, cross, keys)
         options = MASKS[mask](T, inputs[1].shape[1 if batch_first else 0])

@@ -524,9 +524,10 @@ def test_phases_of_a_quantized_cache_are_refused() -> None:
 def compiled_steps(scheme: str) -> int:
     """Checks the logits of compiled steps until a window is full and beyond; returns how many graphs they have."""
     torch.compiler.reset()
-    model = DCFormerForCausalLM(DCFormerConfig(**SMALL, position_scheme=scheme)).eval()
-    ids = torch.randint(1, 61, (2, 20))
-    cache = StaticCache(config=model.config, max_cache_len=24)
+    sizes = {**SMALL, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    model = DCFormerForCausalLM(DCFormerConfig(**sizes, position_scheme=scheme)).eval()
+    ids = torch.randint(1, 61, (2, 12))
+    cache = StaticCache(config=model.config, max_cache_len=16)
     model(ids[:, :2], past_key_values=cache)
     counter = CompileCounter()
     step = torch.compile(model, fullgraph=True, backend=counter)

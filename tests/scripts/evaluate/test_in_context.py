@@ -98,7 +98,7 @@ def test_a_reader_of_the_text_finds_exactly_the_right_answer():
 def test_items_about_the_same_facts_ask_for_each_of_them_in_any_order(number: int):
     rng = random.Random(0)
     first_places: dict[int, set[int]] = {}
-    for _ in range(300):
+    for _ in range(100):
         items = draw_about_same_facts(rng, number)
         assert len({item.text.split(">.")[0] for item in items}) == 1
         assert all(item.choices[item.label] in solve(item.text) for item in items)
