@@ -50,7 +50,8 @@ def _open_source(
     if is_indexed(dataset):
         data = _open_indexed(dataset, tokenizer)
         whole = _count(data, arguments)
-        kept = whole if _has_other_validation(folder, arguments) else whole - _held_out(whole, arguments, dataset)
+        is_apart = (folder / VALIDATION).exists() or arguments.validation_dataset is not None
+        kept = whole if is_apart else whole - _held_out(whole, arguments, dataset)
         return _as_sequences(data, range(kept), arguments, tokenizer, score_all=False)
     return _pack(TokenStream.open(folder / name), dataset, arguments, tokenizer, score_all=False)
 
@@ -78,11 +79,6 @@ def _open_indexed(dataset: str, tokenizer: PreTrainedTokenizerBase) -> IndexedTo
     data = IndexedTokens.open(Path(dataset))
     data.check_vocabulary(tokenizer)
     return data
-
-
-def _has_other_validation(folder: Path, arguments: PretrainArguments) -> bool:
-    """Whether there is validation data, so that no training tokens have to be held out."""
-    return (folder / VALIDATION).exists() or arguments.validation_dataset is not None
 
 
 def _count(data: IndexedTokens, arguments: PretrainArguments) -> int:

@@ -122,8 +122,9 @@ class ZeroState:
     def _entries(self) -> dict[str, Entry]:
         """All tensors of a checkpoint by name."""
         weights = dict(self.module.named_parameters())
+        entries = {name: Entry(held) for name, held in weights_of(self.module).items()}
         # `weights_of` returns detached tensors, but the keys of `pieces` are the parameters themselves.
-        entries = {WEIGHTS + name: Entry(weights.get(name, held)) for name, held in weights_of(self.module).items()}
+        entries |= {WEIGHTS + name: Entry(weight) for name, weight in weights.items()}
         for name, weight in ((name, weight) for name, weight in weights.items() if weight in self.pieces):
             kept = self.state.get(self.pieces[weight].flat, {})
             entries |= {f"{OPTIMIZER}{name}.{what}": Entry(weight, what) for what in kept}

@@ -31,7 +31,9 @@ def load_earlier(folder: Path, model: nn.Module, optimizer: Optimizer, process: 
         ValueError: the optimizer had numbered the weights differently.
     """
     saved = torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
-    states = _read_random_states(folder / f"random_states_{process}.pkl")
+    random_states = folder / f"random_states_{process}.pkl"
+    # A process that did not exist when the checkpoint was saved keeps its own.
+    states = load_without_code(random_states) if random_states.exists() else {}
     load_earlier_weights(folder, model)
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     give_states(
@@ -54,11 +56,6 @@ def load_earlier_weights(folder: Path, model: nn.Module) -> None:
     # Not strict, because the file has only one of several tied weights.
     whole = StateDictOptions(full_state_dict=True, strict=False)
     set_model_state_dict(model, dict[str, Any](load_file(folder / "model.safetensors")), options=whole)
-
-
-def _read_random_states(file: Path) -> dict[str, Any]:
-    """The random states of a process; empty for a process that did not exist when the checkpoint was saved."""
-    return load_without_code(file) if file.exists() else {}
 
 
 def _placed_like(weight: Tensor, tensor: Tensor) -> Tensor:

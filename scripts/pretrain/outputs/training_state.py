@@ -32,7 +32,7 @@ def training_tensors(model: nn.Module, optimizer: Optimizer, average: WeightAver
     weights, if they are kept, are `average.NAME`. Tied weights appear once.
     """
     names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
-    tensors = {WEIGHTS + name: tensor for name, tensor in weights_of(model).items()}
+    tensors = weights_of(model)
     for weight, state in optimizer.state.items():
         tensors |= {f"{OPTIMIZER}{names[weight]}.{what}": tensor for what, tensor in state.items()}
     return tensors | averages_of(average)
@@ -80,7 +80,7 @@ def load_tensors(
         if name.startswith(OPTIMIZER):
             weight, _, what = name.removeprefix(OPTIMIZER).rpartition(".")
             states.setdefault(weight, {})[what] = empty_state(weights[weight], size)
-    tensors = {WEIGHTS + name: tensor for name, tensor in weights_of(model).items()}
+    tensors = weights_of(model)
     tensors |= {f"{OPTIMIZER}{name}.{what}": state[what] for name, state in states.items() for what in state}
     tensors |= averages_of(average)
     with failures_as_raised():
@@ -100,7 +100,7 @@ def load_weights(folder: Path, model: nn.Module, *, averaged: bool = False) -> N
     Args:
         averaged: read the averages of the weights; buffers, which have none, are read as they are.
     """
-    tensors = {WEIGHTS + name: tensor for name, tensor in weights_of(model).items()}
+    tensors = weights_of(model)
     if averaged:
         for name, weight in model.named_parameters():
             tensors[AVERAGE + name] = tensors.pop(WEIGHTS + name, weight.detach())
@@ -109,9 +109,9 @@ def load_weights(folder: Path, model: nn.Module, *, averaged: bool = False) -> N
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Weights and saved buffers by name; those that are tied appear once."""
+    """Weights and saved buffers as `model.NAME`; those that are tied appear once."""
     kept = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    return {name: tensor for name, tensor in model.state_dict().items() if name in kept}
+    return {WEIGHTS + name: tensor for name, tensor in model.state_dict().items() if name in kept}
 
 
 def averages_of(average: WeightAverage | None) -> dict[str, Tensor]:
