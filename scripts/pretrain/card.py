@@ -1,7 +1,7 @@
 """The model card of a final checkpoint."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,13 @@ from ..common import markdown
 from ..common.folder_names import may_be_on_the_hub
 from .arguments import PretrainArguments
 from .data.documents import is_hub_name
+from .options.optimization import OptimizationOptions
 from .results import Result
 
+# Arguments that every card has; others of the optimization are named where they differ from their defaults.
 LISTED_ARGUMENTS = (
     "objective",
+    "packing",
     "sequence_length",
     "mask_documents",
     "carry_memory",
@@ -102,11 +105,17 @@ def write_card(folder: Path, arguments: PretrainArguments, result: Result, model
         origin=origin(arguments.init_from),
         measured=table(loss_rows(result)),
         training=table(training_rows(result)),
-        settings=table({name: getattr(arguments, name) for name in LISTED_ARGUMENTS}),
+        settings=table(settings_of(arguments)),
         versions=table(result.versions),
     )
     data = metadata(arguments, result, model_type)
     ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(folder / "README.md")
+
+
+def settings_of(arguments: PretrainArguments) -> dict[str, Any]:
+    """The arguments that a card names, with their values."""
+    changed = [one.name for one in fields(OptimizationOptions) if getattr(arguments, one.name) != one.default]
+    return {name: getattr(arguments, name) for name in dict.fromkeys((*LISTED_ARGUMENTS, *changed))}
 
 
 def origin(init_from: str | None) -> str:

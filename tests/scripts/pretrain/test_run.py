@@ -83,6 +83,14 @@ def test_final_card_is_valid_and_quotes_the_measurements(finished: Result):
     assert str(finished.output.parent) not in card.content
 
 
+def test_final_card_names_settings_that_are_not_the_defaults(finished: Result, tmp_path: Path):
+    given = PretrainArguments(output="runs", optimizer="muon", schedule="wsd", packing="best_fit", max_steps=7)
+    write_card(tmp_path, given, finished, "llama")
+    rows = (tmp_path / "README.md").read_text().splitlines()
+    assert {"| optimizer | muon |", "| schedule | wsd |", "| packing | best_fit |", "| max_steps | 7 |"} <= set(rows)
+    assert not any("muon_momentum" in row for row in rows)
+
+
 @pytest.mark.parametrize(
     ("init_from", "told", "base_model"),
     [
