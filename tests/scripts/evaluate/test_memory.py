@@ -70,10 +70,10 @@ def test_segment_memory_scores_the_segments_that_were_asked_for(batch_size: int)
 @pytest.mark.parametrize("memory_type", ["streaming", "segment"])
 def test_held_out_scores_with_memory(memory_type: str, tokenizer: PreTrainedTokenizerBase) -> None:
     model = make(memory_type=memory_type)
-    options: dict[str, Any] = {"limit": 3, "max_length": 64, "batch_size": 2}
+    options: dict[str, Any] = {"limit": 2, "max_length": 64, "batch_size": 2}
     carried = evaluate_model(model, tokenizer, [HELDOUT], carry_memory=True, **options)
     windows = evaluate_model(model, tokenizer, [HELDOUT], **options)
-    documents = builtin_documents("validation")[:3]
+    documents = builtin_documents("validation")[:2]
     texts = [[tokenizer.eos_token_id, *tokenizer.encode(document)] for document in documents]
     nats = -sum(in_one_pass(model, text, None if memory_type == "streaming" else 64) for text in texts)
     expected = nats / math.log(2) / sum(len(document.encode()) for document in documents)
@@ -89,7 +89,7 @@ def test_held_out_scores_with_memory(memory_type: str, tokenizer: PreTrainedToke
 def test_a_tokenizer_that_adds_bos_gives_the_same_held_out_scores(
     carry_memory: bool, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    options: dict[str, Any] = {"limit": 2, "max_length": 64, "carry_memory": carry_memory}
+    options: dict[str, Any] = {"limit": 1, "max_length": 64, "carry_memory": carry_memory}
     plain = evaluate_model(make(), tokenizer, [HELDOUT], **options)
     adding = evaluate_model(make(), that_adds_bos(tokenizer), [HELDOUT], **options)
     assert adding.warnings == []

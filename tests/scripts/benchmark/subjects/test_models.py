@@ -62,6 +62,6 @@ def test_layers_with_and_without_a_window_beside_a_plain_model_without_any(tmp_p
 
 def test_a_model_without_windows_is_no_other_where_there_are_none(tmp_path: Path) -> None:
     _, record = run_benchmark(
-        tmp_path, "--subjects", "prefill", "--shapes", "2x8@64", "--layers", "1", "--vocabulary", "64"
+        tmp_path, "--quick", "--subjects", "prefill", "--shapes", "2x8@64", "--layers", "1", "--vocabulary", "64"
     )
     assert "sdpa-global" in record["left_out"]
