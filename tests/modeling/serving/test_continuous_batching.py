@@ -357,11 +357,12 @@ def test_what_only_generate_does_is_refused_also_where_the_model_asks_for_it(nam
 
 
 def test_a_bias_of_several_tokens_is_refused_and_one_of_single_tokens_is_served() -> None:
-    model, prompt = make_model(), [5, 17, 42]
+    model, prompt = make_model(), [5, 0, 42]
     first = model.generate_batch([prompt], GREEDY)["req_0"].generated_tokens[0]
-    for bias in ({(first,): -100.0}, [[[first], -100.0]]):
+    for bias in ({(first,): -100.0, (0,): -1.0}, [[[first], -100.0], [[0], -1.0]]):
         biased = GenerationConfig(**{**GREEDY.to_diff_dict(), "sequence_bias": bias})
-        expected = model.generate(torch.tensor([prompt]), generation_config=biased)[0, 3:]
+        given = {"attention_mask": torch.ones(1, 3, dtype=torch.long), "generation_config": biased}
+        expected = model.generate(torch.tensor([prompt]), **given)[0, 3:]
         assert model.generate_batch([prompt], biased)["req_0"].generated_tokens == expected.tolist()
     for bias in ({(3, 4): -1.0}, [[[3, 4], -1.0]]):
         with pytest.raises(ValueError, match=r"sequence_bias of several tokens, such as .3, 4."):
