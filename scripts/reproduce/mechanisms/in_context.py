@@ -14,8 +14,8 @@ from .tasks import IGNORED
 
 WORD = re.compile(r"o'clock|\w+|\S")
 END_OF_FACTS = ">."
-# Drawings of each form that show its words. A word that is missing in all of them does not exist.
-DRAWINGS = 2000
+# Drawings of each form that show its words: twice as many as it takes until none is new.
+DRAWINGS = 600
 
 
 @dataclass(frozen=True)

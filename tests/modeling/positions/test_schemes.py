@@ -524,7 +524,7 @@ def test_phases_of_a_quantized_cache_are_refused() -> None:
 def compiled_steps(scheme: str) -> int:
     """Checks the logits of compiled steps until a window is full and beyond; returns how many graphs they have."""
     torch.compiler.reset()
-    sizes = {**SMALL, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    sizes = {**SMALL, "num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
     model = DCFormerForCausalLM(DCFormerConfig(**sizes, position_scheme=scheme)).eval()
     ids = torch.randint(1, 61, (2, 12))
     cache = StaticCache(config=model.config, max_cache_len=16)

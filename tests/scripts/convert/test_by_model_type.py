@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases.checkpoints import convert_well, edit_config, refusal, save_tokenizer
+from cases.checkpoints import convert, convert_well, edit_config, refusal, save_tokenizer
 from cases.seq2seq import PARENTS, THEIRS
 from cases.vision_parents import make_parent
 from transformers import (
@@ -98,21 +98,22 @@ def test_ours_without_a_class_is_not_taken_for_the_parents(tmp_path: Path) -> No
     assert type(ours) is type(back) and ours("heads").input_ids == back("heads").input_ids
 
 
+@pytest.mark.parametrize("given", [{}, {"tokenizer_class": "AnotherTokenizer"}], ids=["implied", "named"])
 def test_files_of_marians_tokenizer_travel_and_keep_its_class_even_where_it_cannot_load(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    given: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parent = save_encoder_decoder(tmp_path / "parent", "marian")
     files = {"source.spm": "s", "target.spm": "t", "vocab.json": "{}", "target_vocab.json": "{}"}
     for name, text in files.items():
         (parent / name).write_text(text)
-    (parent / "tokenizer_config.json").write_text('{"source_lang": "en"}')
+    (parent / "tokenizer_config.json").write_text(json.dumps({"source_lang": "en", **given}))
     convert_well("bart", parent, tmp_path / "ours", "--no-verify")
     assert "the tokenizer was copied but does not load here" in capsys.readouterr().err
     convert_well("bart", tmp_path / "ours", tmp_path / "back", "--reverse", "--no-verify")
     for folder in (tmp_path / "ours", tmp_path / "back"):
         assert {name: (folder / name).read_text() for name in files} == files
         named = json.loads((folder / "tokenizer_config.json").read_text())
-        assert named == {"source_lang": "en", "tokenizer_class": "MarianTokenizer"}
+        assert named == {"source_lang": "en", "tokenizer_class": "MarianTokenizer", **given}
 
 
 def test_a_damaged_tokenizer_configuration_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,6 +136,24 @@ def test_naming_a_class_brings_no_code_and_no_path_back(tmp_path: Path) -> None:
     convert_well("bart", bart, tmp_path / "ours", "--no-verify")
     written = json.loads((tmp_path / "ours" / "tokenizer_config.json").read_text())
     assert "tokenizer_class" in written and not elsewhere.keys() & written.keys()
+
+
+@pytest.mark.parametrize("kind", ["llama", "vit"])
+def test_code_that_files_name_does_not_run(kind: str, tmp_path: Path) -> None:
+    elsewhere, parent = tmp_path / "elsewhere", tmp_path / "parent"
+    elsewhere.mkdir()
+    (elsewhere / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    if kind == "llama":
+        save_llama(parent)
+    else:
+        make_parent("vit").save_pretrained(parent)
+        ViTImageProcessor().save_pretrained(parent)
+    loaders = [f"Auto{name}" for name in ("Config", "Tokenizer", "ImageProcessor", "Model", "ModelForCausalLM")]
+    code = {"auto_map": dict.fromkeys(loaders, f"{elsewhere}--evil.Evil")}
+    for file in parent.glob("*config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | code))
+    convert(kind, parent, tmp_path / "ours")  # a class that only the code defines may be refused
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_tokenizer_that_no_name_keeps_is_refused(

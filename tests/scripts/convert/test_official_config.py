@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dynattn.scripts.convert.official.config import OfficialConfig, field_warnings
+from dynattn.scripts.convert.official.config import OfficialConfig, field_warnings, length_warnings
 from dynattn.scripts.convert.official.export import to_json, to_official
 
 RELEASED = {
@@ -81,8 +81,8 @@ def test_released_configurations_survive_the_round_trip(family: str) -> None:
 
 
 def test_what_a_configuration_leaves_out_has_the_official_default() -> None:
-    v1 = OfficialConfig.from_json({"dim": 96, "n_layer": 4, "n_head": 8}, KEYS["dcformer"])
-    assert (v1.intermediate_size, v1.rope_base, v1.norm_eps, v1.window_size) == (256, 10000, 1e-5, 256)
+    v1 = OfficialConfig.from_json({"dim": 200, "n_layer": 4, "n_head": 8}, KEYS["dcformer"])
+    assert (v1.intermediate_size, v1.rope_base, v1.norm_eps, v1.window_size) == (768, 10000, 1e-5, 256)
     assert not v1.use_qk_norm
     assert v1.layer_types[:2] == ["sliding_attention", "full_attention"]
     head = OfficialConfig.from_json({"dim": 96, "n_layer": 4, "mgate": False}, KEYS["dcformer"])
@@ -113,3 +113,11 @@ def test_window_patterns(window_size: int | None, window_type: str | None, windo
     assert returned.window_size == window
     told = [text for text in field_warnings(raw, config) if "taken at its word" in text]
     assert bool(told) == (window_size == 64 and window_type is not None)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "window_size", "is_told"), [(191, 64, True), (192, 64, False), (1, None, False)]
+)
+def test_fewer_positions_than_three_windows_are_told(block_size: int, window_size: int | None, is_told: bool) -> None:
+    raw = {"dim": 96, "n_layer": 4, "n_head": 8, "window_size": window_size, "block_size": block_size}
+    assert bool([*length_warnings(OfficialConfig.from_json(raw, KEYS["dcformer"]))]) is is_told

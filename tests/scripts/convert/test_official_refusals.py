@@ -121,6 +121,8 @@ def test_families_that_disagree(official: Path, refused: Callable[..., str]) -> 
     edit_config(official, model_type=other, architectures=[other])
     assert f"config.json says {other}" in refused()
     assert run(official, official.with_name("forced"), "--family", family, "--no-verify") == 0
+    edit_config(official, model_type="ABSENT", architectures="ABSENT", mgate=False, rotary_pct=0.25)
+    assert "config.json says dcformer and dcpythia, but the weights are of" in refused()
 
 
 def duplicate_projection(weights: dict[str, Tensor]) -> None:
@@ -308,6 +310,7 @@ def test_values_too_large_for_the_asked_dtype(official: Path, refused: Callable[
         ({"num_attention_heads": 5, "hidden_size": 40}, "num_attention_heads is 5"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
         ({"attention_bias": True}, "attention_bias"),
+        ({"family": "dcpythia", "mlp_bias": False}, "mlp_bias is False"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types fit none"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_parameters"),
     ],
