@@ -1,14 +1,17 @@
-"""What heads add to a decoder: continuous batching of a plain one as Transformers has it, dropout of classifiers."""
+"""What heads add to a decoder: continuous batching of a plain one as Transformers has it, classifiers, plain layers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from cases.models import make_model
+from torch import nn
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from dynattn import DCFormerConfig, DCFormerForTokenClassification
+from dynattn.modeling.common.heads import is_plain_linear
 
 PROMPTS = [[3, 5, 7, 9, 11], [4, 8, 15, 16, 23, 42, 2, 1], [9]]
 # Without a limit the cache takes most of the machine's memory, and every pass reads all of it.
@@ -29,4 +32,27 @@ def test_continuous_batching_of_a_plain_decoder_gives_the_tokens_of_generate(opt
     ("fields", "share"), [({}, 0.1), ({"classifier_dropout": 0.0}, 0.0), ({"hidden_dropout": 0.3}, 0.3)]
 )
 def test_classifiers_of_tokens_drop_what_the_configuration_says(fields: dict[str, float], share: float) -> None:
-    assert DCFormerForTokenClassification(DCFormerConfig.from_size("tiny", **fields)).dropout.p == share
+    model = DCFormerForTokenClassification(DCFormerConfig.from_size("tiny", **fields))
+    assert model.dropout.p == share
+    assert not model.score.bias.any()  # as PyTorch alone would not begin
+
+
+class QuantizedWeight(nn.Parameter):
+    """Stands for weights that are more than numbers."""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda linear: setattr(linear, "weight", QuantizedWeight(linear.weight)),
+        lambda linear: setattr(linear, "forward", linear.forward),
+        lambda linear: linear.register_forward_hook(lambda *_: None),
+        lambda linear: linear.register_forward_pre_hook(lambda *_: None),
+    ],
+    ids=["weight", "forward", "hook", "pre-hook"],
+)
+def test_a_linear_layer_that_does_more_is_not_plain(change: Callable[[nn.Linear], object]) -> None:
+    linear = nn.Linear(3, 2)
+    assert is_plain_linear(linear)
+    change(linear)
+    assert not is_plain_linear(linear)

@@ -153,7 +153,9 @@ def test_only_the_named_modules_are_replaced() -> None:
     composed = [name for name, module in model.named_modules() if isinstance(module, ComposedMultiheadAttention)]
     assert composed == chosen
     assert model.get_submodule(chosen[0]).key_composition is not None
+    assert model.encoder.use_nested_tensor
     assert len(compose_heads_of(model)) == 5
+    assert not model.encoder.use_nested_tensor
 
 
 def fail(*_: Any, **__: Any) -> None:
