@@ -138,6 +138,7 @@ def check_fields(handler: BaseHandler, body: dict[str, Any]) -> None:
     """In the place of `BaseHandler._validate_request`, which only warns of fields that it ignores.
 
     Also makes of `stop` and `logit_bias` what `generate` takes: clients send empty ones, and whole numbers as biases.
+    Where OpenAI's API streams only if `stream` says so, the endpoint of responses would stream without it, too.
 
     Raises:
         ValueError: the request asks for something that the answer would lack.
@@ -147,6 +148,7 @@ def check_fields(handler: BaseHandler, body: dict[str, Any]) -> None:
         raise ValueError(f"logit_bias={biases!r} must be an object with a number for each token")
     body["logit_bias"] = {token: float(bias) for token, bias in biases.items()} if biases else None
     body["stop"] = body.get("stop") or None
+    body["stream"] = body.get("stream") or False
     ignored = handler._unused_fields | UNREAD_FIELDS.get(type(handler), set())
     for name in ignored & IGNORED_FIELDS.keys() & body.keys():
         if json.dumps(body[name]) not in ("null", *IGNORED_FIELDS[name]):

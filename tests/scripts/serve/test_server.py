@@ -53,11 +53,12 @@ def port(composed: tuple[PreTrainedModel, str], tmp_path_factory: pytest.TempPat
 
 def ask(port: int, model: str, content: str, timeout: float = 60, **options: Any) -> str:
     body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": NEW, **options}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
+    return post(port, "chat/completions", body, timeout)
+
+
+def post(port: int, endpoint: str, body: dict[str, Any], timeout: float = 60) -> str:
+    address, headers = f"http://127.0.0.1:{port}/v1/{endpoint}", {"Content-Type": "application/json"}
+    request = urllib.request.Request(address, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=timeout) as answer:
         return answer.read().decode()
 
@@ -101,6 +102,14 @@ def test_a_request_that_does_not_fit_is_told_why_and_the_server_goes_on(
     error = json.loads(refused.value.read())["error"]  # of which OpenAI's client reads the message
     assert "needs more than max_position_embeddings (2048) positions" in error["message"]
     assert ask(port, composed[1], "hello", **options)
+
+
+@pytest.mark.slow
+def test_a_response_is_not_streamed_unless_the_client_asks(port: int, composed: tuple[PreTrainedModel, str]) -> None:
+    model, folder = composed
+    body = {"model": folder, "input": "hello", "max_output_tokens": NEW}
+    answer = json.loads(post(port, "responses", body))
+    assert answer["output"][0]["content"][0]["text"] == expected(model, "hello")
 
 
 @pytest.mark.slow
