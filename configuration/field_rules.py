@@ -116,7 +116,7 @@ FIELD_RANGES: dict[str, Range] = {
     "local_attention": Range(2, 2**31 - 1),
     "initializer_cutoff_factor": POSITIVE,
     "compose_dropout": DROPOUT,
-    "attention_scaling": NUMBER,
+    "attention_scaling": POSITIVE,
     # Up to these limits the logits of a new model are finite in float32.
     "initializer_range": Range(0, 1000),
     "compose_init_scale": Range(0, 1_000_000),

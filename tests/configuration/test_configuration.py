@@ -167,7 +167,9 @@ LIMITS: list[tuple[str, Any, str]] = [
     ("num_channels", 0, "must be at least 1"),
     ("num_register_tokens", -1, "must be at least 0"),
     ("representation_size", 0, "must be at least 1"),
-    ("attention_scaling", NAN, "must be a finite number"),
+    ("attention_scaling", NAN, "must be greater than 0"),
+    # On a CPU PyTorch's causal SDPA gives NaN with it, and a model without composition runs that by default.
+    ("attention_scaling", -0.5, "must be greater than 0"),
     ("rope_theta", 0, "must be greater than 0"),
     ("conv_kernel_size", 0, "must be at least 1"),
     ("hidden_act", "no-such", r"does not exist; choose from \["),
