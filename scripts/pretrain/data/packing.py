@@ -55,8 +55,8 @@ class PackedSequences(Sequences):
 
     def describe(self) -> str:
         return (
-            f"{self.stream.describe()}, {self.count:,} sequences of {self.length} (the last {self.unused_tokens} "
-            "tokens fill none and are left out)"
+            f"{self.stream.describe()}, {self.count:,} sequences of {self.length} ({self.unused_tokens} tokens at the "
+            "end fill none and are left out)"
         )
 
     @property
@@ -150,8 +150,8 @@ class StreamSegments(Sequences):
 
     def describe(self) -> str:
         return (
-            f"{self.stream.describe()}, {len(self):,} segments of {self.length} in {self.parts} streams (the last "
-            f"{self.unused_tokens} tokens fill none and are left out)"
+            f"{self.stream.describe()}, {len(self):,} segments of {self.length} in {self.parts} streams "
+            f"({self.unused_tokens} tokens at the end fill none and are left out)"
         )
 
     @property
