@@ -60,8 +60,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist (a model on the Hub must be downloaded first)"
         raise UserError(f"{folder} {what}; give the folder of a checkpoint")
-    if (folder / ADAPTER).exists():
-        raise UserError(f"{folder} holds an adapter ({ADAPTER}); merge it into its model, and save that")
+    refuse_adapter(folder)
     check_has_config(folder)
     content = _read_object(folder / "config.json")
     check_fields(content)
@@ -70,10 +69,20 @@ def read_config(folder: Path) -> dict[str, Any]:
     return content
 
 
+def refuse_adapter(folder: Path) -> None:
+    """Raises UserError if PEFT wrote an adapter into the folder."""
+    if (folder / ADAPTER).exists():
+        raise UserError(f"{folder} holds an adapter ({ADAPTER}); merge it into its model, and save that")
+
+
 def check_has_config(folder: Path) -> None:
-    """Raises UserError if a folder has no `config.json`; that of a `dynattn pretrain` has one in its folder `model`."""
+    """Raises UserError if a folder has no `config.json`: one of an adapter alone, or of a `dynattn pretrain` run.
+
+    The latter has its model in its folder `model`.
+    """
     if (folder / "config.json").is_file():
         return
+    refuse_adapter(folder)
     what = "has no config.json" if any(folder.iterdir()) else "is empty"
     model = folder / "model"
     fix = f"the model of this run is in {model}" if (model / "config.json").is_file() else "give that of a checkpoint"

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from .checkpoint_files import ADAPTER, check_has_config
+from .checkpoint_files import check_has_config
 from .errors import UserError, first_line, refusal_of
 from .folder_names import may_be_on_the_hub
 from .offline import offline_if_unreachable
@@ -50,7 +50,7 @@ def load_checkpoint(
     target = find_device(device)
     for place in {path, tokenizer or path}:
         check_place(place)
-    if Path(path).is_dir() and not (Path(path) / ADAPTER).is_file():
+    if Path(path).is_dir():
         check_has_config(Path(path))
     remote = not (Path(path).is_dir() and Path(tokenizer or path).is_dir())
     with offline_if_unreachable() if remote else nullcontext():

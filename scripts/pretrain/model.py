@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from dynattn.modeling.ops.dcmha.triton.kernels.registry import load_kernels
 
 from ..common.arguments import suggest
 from ..common.carried_memory import check_memory
+from ..common.checkpoint_files import check_has_config
 from ..common.checkpoint_loading import check_loaded, reads_both_ways
 from ..common.errors import UserError
 from ..common.special_tokens import start_token_id
@@ -284,6 +286,8 @@ def _choose_size(config_class: Any, size: str | None) -> str | None:
 
 def _load_config(arguments: PretrainArguments) -> PreTrainedConfig:
     name = str(arguments.init_from)
+    if Path(name).is_dir():
+        check_has_config(Path(name))
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:

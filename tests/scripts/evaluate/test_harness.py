@@ -387,6 +387,8 @@ def damage(checkpoint: Path, how: str) -> None:
             (checkpoint / "config.json").write_text('{"model_type": "unheard_of"}')
         case "no config":
             (checkpoint / "config.json").unlink()
+        case "adapter":
+            (checkpoint / "config.json").rename(checkpoint / "adapter_config.json")
 
 
 @pytest.mark.parametrize(
@@ -406,6 +408,7 @@ def damage(checkpoint: Path, how: str) -> None:
         ("unknown type", "`unheard_of`"),
         ("unknown type", "goes with --import"),
         ("no config", "has no config.json; give that of a checkpoint"),
+        ("adapter", "holds an adapter (adapter_config.json); merge it into its model, and save that"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_in_one_line(

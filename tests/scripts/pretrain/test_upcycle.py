@@ -275,6 +275,13 @@ def test_impossible_values_are_told_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+def test_the_folder_of_an_adapter_is_told_as_one(upcycled: Path, corpus: Path, tmp_path: Path) -> None:
+    adapter = shutil.copytree(upcycled, tmp_path / "adapter")
+    (adapter / "config.json").rename(adapter / "adapter_config.json")
+    with pytest.raises(UserError, match=r"holds an adapter .*; merge it into its model"):
+        run(tmp_path / "run", corpus, init_from=str(adapter))
+
+
 @pytest.mark.parametrize("changes", [{"freeze_parent_steps": 2}, {"composition_learning_rate": 1e-3}])
 @pytest.mark.parametrize("origin", ["parent", "uncomposed"])
 def test_a_model_that_composes_nothing_is_refused(
