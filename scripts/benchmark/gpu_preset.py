@@ -25,7 +25,7 @@ from ..common.atomic_file import write_json
 from ..common.errors import UserError, first_line
 from .arguments import BenchmarkArguments
 from .gpu_tuning import compile_trials, find_constants
-from .harness.interface import GLOBAL
+from .harness.interface import GLOBAL, GRAPH
 from .harness.interruptions import check_device
 from .harness.process import DeviceLostError
 from .harness.tuning import TrialLog, TunableConstant, Tuning, override_constants, read_tuning
@@ -133,6 +133,16 @@ GPU = (
         batch_size=2,
     ),
     _part("training-405m-4096", **TRAINING, shapes=["16x64@4096"], batch_size=4),
+    # Compiling all 24 layers would take more than the time of a command.
+    _part(
+        "training-graph",
+        **TRAINING | {"implementations": ["triton-graph", "sdpa-graph", f"sdpa{GLOBAL}{GRAPH}"], "layers": 6},
+        shapes=["16x64@2048"],
+        batch_size=8,
+        window=256,
+        layer_types="LG",
+        budget=150.0,
+    ),
 )
 
 

@@ -1,6 +1,7 @@
 """A DCFormer: one block, a training step of the whole model, and prefill of a cache."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from ...common.flops import ModelFlops
 from ..baselines.dcmha import IN_MODELS
 from ..harness.accuracy import Results, with_gradients
 from ..harness.inputs import COMPOSED, PLAIN
-from ..harness.interface import GLOBAL, Candidate, Case, Role, Subject, passes_of
+from ..harness.interface import GLOBAL, GRAPH, Candidate, Case, Role, Subject, passes_of
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
 from .attention import compiling_as, ours
@@ -29,6 +30,8 @@ PLAIN_GLOBAL = PLAIN + GLOBAL
 FUNCTIONS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {COMPOSED: {}, PLAIN: NO_COMPOSITION, PLAIN_GLOBAL: NO_COMPOSITION | NO_WINDOW}
 )
+# Candidates that a GPU also runs in CUDA graphs.
+IN_GRAPHS = ("triton", "sdpa", f"sdpa{GLOBAL}")
 # The number of last tokens whose logits are compared with the reference.
 COMPARED = 256
 # The reference op holds a few maps of all pairs at a time, and keeps dozens of them for the backward pass of a layer.
@@ -104,6 +107,26 @@ def candidates(device: torch.device) -> list[Candidate]:
         Candidate(name, role, function, partial(prepare, function=function, implementation=implementation, mode=mode))
         for name, role, function, implementation, mode in entries
     ]
+
+
+def training_candidates(device: torch.device) -> list[Candidate]:
+    """The candidates of all subjects on models and, on a GPU, compiled models that replay CUDA graphs."""
+    found = candidates(device)
+    if device.type == "cuda":
+        by_name = {one.name: one for one in found}
+        chosen = [by_name[name] for name in IN_GRAPHS]
+        found += [replace(one, name=one.name + GRAPH, prepare=partial(in_graphs, one.prepare)) for one in chosen]
+    return found
+
+
+def in_graphs(prepare: Callable[[Any], Callable[[], Results]], problem: ModelProblem) -> Callable[[], Results]:
+    """The call that `prepare` makes, with a model that is compiled and replays CUDA graphs."""
+
+    def step(model: Any, tokens: Tensor) -> Callable[[], Results]:
+        model.compile(mode="reduce-overhead")
+        return problem.step(model, tokens)
+
+    return prepare(problem._replace(step=step))
 
 
 def training_step(model: Any, tokens: Tensor) -> Callable[[], Results]:
@@ -219,12 +242,8 @@ def block_cases(
         yield make_case(problem, settings, logits=0)
 
 
-def subject(name: str, cases: Callable[[Shape, BenchmarkSettings], Iterator[Case]], shapes: Sequence[str]) -> Subject:
-    """A subject on models; all of them have the same candidates."""
-    return Subject(name, COMPOSED, shapes, ("4x32@256",), candidates, cases)
-
-
-BLOCK = subject("block", block_cases, ("16x64@512", "32x128@512"))
+QUICK_SHAPES = ("4x32@256",)
+BLOCK = Subject("block", COMPOSED, ("16x64@512", "32x128@512"), QUICK_SHAPES, candidates, block_cases)
 # No more than 1,024 tokens by default: every candidate keeps its model, and some keep maps of all pairs of tokens.
-TRAINING = subject("training", training_cases, ("16x64@512", "16x64@1024"))
-PREFILL = subject("prefill", prefill_cases, ("16x64@512", "16x64@2048"))
+TRAINING = Subject("training", COMPOSED, ("16x64@512", "16x64@1024"), QUICK_SHAPES, training_candidates, training_cases)
+PREFILL = Subject("prefill", COMPOSED, ("16x64@512", "16x64@2048"), QUICK_SHAPES, candidates, prefill_cases)

@@ -40,7 +40,7 @@ def select(arguments: BenchmarkArguments, settings: BenchmarkSettings) -> tuple[
     every = list(dict.fromkeys(one.name for _, candidates in selection for one in candidates))
     # A quick run leaves out what needs minutes of compilation. Without a window all models are global.
     skipped = (COMPILED,) * settings.quick + (GLOBAL,) * (settings.window is None)
-    default = [name for name in every if not name.endswith(skipped)]
+    default = [name for name in every if not any(part in name for part in skipped)]
     wanted = split_at_commas(arguments.implementations or default)
     check_names(wanted, every, "implementation")
     chosen = [(subject, [one for one in candidates if one.name in wanted]) for subject, candidates in selection]

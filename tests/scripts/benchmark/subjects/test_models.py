@@ -7,6 +7,9 @@ import torch
 from cases.benchmark import row_of, run_benchmark
 
 from dynattn.modeling.ops.dcmha.chunked import passes
+from dynattn.scripts.benchmark.arguments import BenchmarkArguments
+from dynattn.scripts.benchmark.harness.settings import read_settings
+from dynattn.scripts.benchmark.harness.shapes import parse_shape
 from dynattn.scripts.benchmark.subjects import models
 
 
@@ -58,6 +61,19 @@ def test_layers_with_and_without_a_window_beside_a_plain_model_without_any(tmp_p
     # One layer of two has the window. Scores and outputs of 16 channels take four operations for a pair, and the
     # backward pass takes twice as many.
     assert without["flops"] - plain["flops"] == 3 * 4 * 16 * (pairs - pairs_in_window)
+
+
+def test_on_a_gpu_compiled_models_replay_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(models.DCFormerForCausalLM, "compile", lambda model, mode: modes.append(mode))
+    arguments = BenchmarkArguments(device="cpu", layers=1, vocabulary=64, layer_types="LG", window=16)
+    case = next(models.training_cases(parse_shape("2x8@32"), read_settings(arguments)))
+    by_name = {one.name: one for one in models.training_candidates(torch.device("cuda"))}
+    for name in ("sdpa", "sdpa-global"):
+        plain, graph = (by_name[one].prepare(case.problem)() for one in (name, f"{name}-graph"))
+        torch.testing.assert_close(graph, plain, rtol=0, atol=0)
+    assert modes == ["reduce-overhead"] * 2
+    assert by_name["triton-graph"].role == "ours"
 
 
 def test_a_model_without_windows_is_no_other_where_there_are_none(tmp_path: Path) -> None:
