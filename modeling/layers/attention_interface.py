@@ -1,6 +1,7 @@
 """Links the ops to Transformers: attention functions, their masks, the choice between them, and new ones of users."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -196,7 +197,7 @@ def register_implementation(name: str, attend: Attention) -> None:
         TypeError: `attend` cannot be called.
     """
     check_new_implementation(name, attend)
-    COMPOSING_IMPLEMENTATIONS[name] = IMPLEMENTATIONS[name] = refusing_tables(name, attend)
+    COMPOSING_IMPLEMENTATIONS[name] = IMPLEMENTATIONS[name] = checking_results(name, refusing_tables(name, attend))
     MAY_MAKE_MAPS.add(name)
     _register_with_transformers(name)
 
@@ -211,6 +212,23 @@ def check_new_implementation(name: str, attend: Attention) -> None:
         raise ValueError(f"{name!r} is no name of an implementation; give one without '|', '/' and ':'")
     if name in ALL_ATTENTION_FUNCTIONS and name not in MAY_MAKE_MAPS:  # those registered here are in both
         raise ValueError(f"{name!r} is an implementation of Transformers; register yours under another name")
+
+
+def checking_results(name: str, attend: Attention) -> Attention:
+    """The implementation `attend`, called `name`, with a ValueError if it returns no output `[B, T, H, D]` and maps."""
+
+    @wraps(attend)
+    def checking(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        results = attend(query, key, value, *args, **kwargs)
+        if not isinstance(results, tuple) or len(results) != 2:
+            raise ValueError(f"implementation={name!r} must return a pair, of the output and of maps or None")
+        batch, heads, queries, _ = query.shape
+        expected, found = (batch, queries, heads, value.shape[3]), tuple(results[0].shape)
+        if found != expected:
+            raise ValueError(f"implementation={name!r} must return an output [B, T, H, D] of {expected}, not {found}")
+        return results
+
+    return checking
 
 
 def _register_with_transformers(name: str) -> None:

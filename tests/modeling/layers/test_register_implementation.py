@@ -86,6 +86,22 @@ def test_what_cannot_be_called_is_refused() -> None:
         dynattn.register_implementation("mine", "dcmha_eager")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda output: output, "must return a pair, of the output and of maps or None"),
+        (lambda output: (output.transpose(1, 2), None), "an output [B, T, H, D] of (2, 5, 4, 8), not (2, 4, 5, 8)"),
+    ],
+)
+def test_results_of_another_form_are_refused(change: Callable[[Tensor], Any], message: str) -> None:
+    dynattn.register_implementation("wrong", lambda *tensors, **options: change(dcmha_eager(*tensors, **options)[0]))
+    try:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            dynattn.dcmha_attention(*torch.randn(3, 2, 4, 5, 8), implementation="wrong")
+    finally:
+        del COMPOSING_IMPLEMENTATIONS["wrong"], IMPLEMENTATIONS["wrong"]
+
+
 def test_maps_of_an_implementation_that_makes_none_are_refused(calls: list[str]) -> None:
     model = make_model(attn_implementation="mine")
     with pytest.raises(ValueError, match="attn_implementation='mine' returned no attention maps; leave"):
