@@ -133,6 +133,7 @@ def _default_tokenizer(model_type: str) -> str | None:
 def _image_processor_behaviour(folder: Path) -> tuple[str, Any]:
     with quiet_loading():
         settings = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False).to_dict()
+    settings.pop("auto_map", None)  # names of code do not go along
     return settings.pop("image_processor_type"), settings
 
 
