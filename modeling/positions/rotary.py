@@ -98,7 +98,8 @@ def truncated_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
     """
     frequencies = default_frequencies(config)
     once = 2 * math.pi / rope_parameters(config)["truncate_length"]
-    slow = torch.where(frequencies >= once / 8, once / 16, 0.0)
+    # `torch.where` of two numbers would have the default dtype, which is bfloat16 while such a model is made.
+    slow = torch.where(frequencies >= once / 8, torch.full_like(frequencies, once / 16), 0.0)
     return torch.where(frequencies >= once, frequencies, slow), 1.0
 
 

@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from transformers import (
+    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     DynamicCache,
@@ -348,6 +349,21 @@ def test_truncated_and_power_frequencies_follow_their_formulas() -> None:
     expected = [f if f >= once else once / 16 if f >= once / 8 else 0.0 for f in default.tolist()]
     torch.testing.assert_close(RotaryEmbedding(config).inv_freq, torch.tensor(expected))
     assert expected[0] == 1 and once / 16 in expected and 0.0 in expected
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "truncated", "truncate_length": 64},
+        {"rope_type": "power", "power_factor": 0.5},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_a_new_model_of_half_precision_has_the_frequencies_of_single_precision(rope: dict[str, Any]) -> None:
+    config = DCFormerConfig(**{**OURS, "head_dim": 16}, rope_parameters=rope)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert torch.equal(model.model.rotary_emb.inv_freq, RotaryEmbedding(config).inv_freq)
 
 
 def test_rotation_in_float32_is_rounded_once() -> None:
