@@ -38,11 +38,12 @@ from ..common.folder_lock import FolderLock
 from .arguments import PretrainArguments
 from .card import write_card
 from .data.preparation import prepare
+from .data.tokenizer import LARGEST_VOCABULARY
 from .engines.choice import build_engine, forget_launcher, launched_engine
 from .engines.interface import Engine
 from .fingerprint import check_same_run
 from .guard import Guard
-from .model import check_attention, choose_attention
+from .model import check_attention, choose_attention, plan_config
 from .optimizer import build_optimizer
 from .outputs import checkpoint
 from .outputs.checkpoint import TrainingProgress
@@ -155,7 +156,8 @@ def build_accelerator(arguments: PretrainArguments) -> Accelerator:
 def make_plan(engine: Engine, arguments: PretrainArguments, run: RunFolder, resume_from: Path | None) -> Plan:
     """Prepares the data and plans the run; if one process refuses it, all do, and an earlier run stays as it is."""
     accelerator = engine.accelerator
-    # These come first, because the data may take hours.
+    # These come first, because the data may take hours. How large the vocabulary is, is known only after that.
+    on_main(accelerator, run.path, lambda: plan_config(arguments, {"vocab_size": LARGEST_VOCABULARY}))
     on_all(run.path, lambda: check_device(engine, arguments))
     on_main(accelerator, run.path, lambda: check_trackers(arguments.trackers))
     source = on_main(accelerator, run.path, lambda: prepare(arguments, run))

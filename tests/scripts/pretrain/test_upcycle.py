@@ -275,11 +275,17 @@ def test_impossible_values_are_told_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_folder_of_an_adapter_is_told_as_one(upcycled: Path, corpus: Path, tmp_path: Path) -> None:
-    adapter = shutil.copytree(upcycled, tmp_path / "adapter")
+def test_a_folder_without_a_model_is_told_before_the_data_is_read(
+    upcycled: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    earlier, adapter = tmp_path / "earlier", shutil.copytree(upcycled, tmp_path / "adapter")
+    shutil.copytree(upcycled, earlier / "model")
     (adapter / "config.json").rename(adapter / "adapter_config.json")
+    with pytest.raises(UserError, match=r"the model of this run is in .+/earlier/model"):
+        run(tmp_path / "run", corpus, init_from=str(earlier))
     with pytest.raises(UserError, match=r"holds an adapter .*; merge it into its model"):
         run(tmp_path / "run", corpus, init_from=str(adapter))
+    assert "tokenizing" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("changes", [{"freeze_parent_steps": 2}, {"composition_learning_rate": 1e-3}])

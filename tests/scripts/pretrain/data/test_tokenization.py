@@ -150,8 +150,8 @@ def test_a_damaged_or_foreign_cache_entry_is_refused(file: str, message: str, en
 def test_a_refused_run_with_its_cache_in_its_folder_can_be_repeated(corpus: Path, tmp_path: Path):
     output = tmp_path / "run"
     options: dict[str, Any] = {"max_steps": 3, "warmup_steps": 0, "token_cache": str(output / "caches" / "tokens")}
-    with pytest.raises(UserError, match="fewer than one sequence of sequence_length=4000"):
-        run(output, corpus, sequence_length=4000, **options)
+    with pytest.raises(UserError, match="fewer than one sequence of sequence_length=2000"):
+        run(output, corpus, sequence_length=2000, **options)
     assert [entry.name for entry in output.iterdir()] == ["caches"]
     assert run(output, corpus, **options).steps == 3
 
