@@ -38,7 +38,7 @@ from ..common.arguments import suggest
 from ..common.carried_memory import check_memory
 from ..common.checkpoint_files import check_has_config
 from ..common.checkpoint_loading import check_loaded, reads_both_ways
-from ..common.errors import UserError
+from ..common.errors import UserError, refusal_of
 from ..common.special_tokens import start_token_id
 from .arguments import PretrainArguments
 from .data.position_sampling import check_reads_positions
@@ -80,9 +80,10 @@ def build_config(arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBas
         tokens = _special_tokens(_config_class(arguments), tokenizer)
         config = plan_config(arguments, {"vocab_size": padded, **tokens})
     if needed > config.vocab_size:
+        fix = "raise it in model_config or give a smaller tokenizer"
+        fix = "give the tokenizer that the model was trained with" if arguments.init_from else fix
         raise UserError(
-            f"the tokenizer has {needed} tokens, more than the model's vocab_size={config.vocab_size}; "
-            "raise it in model_config or give a smaller tokenizer"
+            f"the tokenizer has {needed} tokens, more than the model's vocab_size={config.vocab_size}; {fix}"
         )
     return config
 
@@ -103,7 +104,8 @@ def build_model(arguments: PretrainArguments, config: PreTrainedConfig, *, on_me
         checkpoint_activations_if_asked(model, arguments)
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         source = arguments.init_from or config.model_type
-        raise UserError(f"cannot build the model {source!r}: {_one_line(error)}") from error
+        reason = refusal_of(error) if isinstance(error, SafetensorError) else _one_line(error)
+        raise UserError(f"cannot build the model {source!r}: {reason}") from error
     if arguments.treats_composition_apart and not composition_weights(model):
         raise UserError(
             f"composition_learning_rate={arguments.composition_learning_rate} and freeze_parent_steps="

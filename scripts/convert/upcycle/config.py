@@ -19,7 +19,10 @@ def read_family(folder: Path, raw: dict[str, Any], model_types: Sequence[str]) -
     """The configuration in `folder`, whose `config.json` holds `raw` and must be of one of these types."""
     found = raw.get("model_type")
     if found not in model_types:
-        raise UserError(f"{folder} holds a {found!r} model, but only {', '.join(model_types)} can be converted here")
+        raise UserError(
+            f"{folder} holds a {found!r} model, but only {', '.join(model_types)} can be converted here; "
+            "`dynattn convert --help` lists all kinds, and --reverse goes back"
+        )
     return load_config(folder)
 
 

@@ -276,16 +276,24 @@ def test_impossible_values_are_told_before_anything_is_written(
 
 
 def test_a_folder_without_a_model_is_told_before_the_data_is_read(
-    upcycled: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    upcycled: Path, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     earlier, adapter = tmp_path / "earlier", shutil.copytree(upcycled, tmp_path / "adapter")
     shutil.copytree(upcycled, earlier / "model")
     (adapter / "config.json").rename(adapter / "adapter_config.json")
     with pytest.raises(UserError, match=r"the model of this run is in .+/earlier/model"):
         run(tmp_path / "run", corpus, init_from=str(earlier))
-    with pytest.raises(UserError, match=r"holds an adapter .*; merge it into its model"):
+    with pytest.raises(UserError, match=r"adapter_config\.json\); merge it into its model"):
         run(tmp_path / "run", corpus, init_from=str(adapter))
     assert "tokenizing" not in capsys.readouterr().err
+
+
+def test_weights_that_are_cut_off_are_told_with_what_to_do(upcycled: Path, corpus: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(upcycled, tmp_path / "damaged")
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"weight file is truncated or damaged .+; copy or save it again"):
+        run(tmp_path / "run", corpus, init_from=str(damaged))
 
 
 @pytest.mark.parametrize("changes", [{"freeze_parent_steps": 2}, {"composition_learning_rate": 1e-3}])
