@@ -1,4 +1,4 @@
-"""Turns a Llama, Mistral or Qwen3 into a DCFormer with the same outputs; with --reverse back, if nothing is composed.
+"""Turns a Llama, Mistral or Qwen2/3 into a DCFormer with the same outputs; with --reverse back, if nothing is composed.
 
 Run: `dynattn convert llama SRC DST [--option value]`
 """

@@ -16,6 +16,7 @@ from transformers import (
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
     Qwen3Config,
 )
 
@@ -72,6 +73,8 @@ PARENTS: dict[str, PreTrainedConfig] = {
     "llama-8x256": llama(LlamaConfig, head_dim=256),
     "mistral": llama(MistralConfig, sliding_window=9),
     "mistral-full": llama(MistralConfig, sliding_window=None, head_dim=24),
+    "qwen2": llama(Qwen2Config, tie_word_embeddings=True),
+    "qwen2-sliding": llama(Qwen2Config, head_dim=24, use_sliding_window=True, sliding_window=7, max_window_layers=1),
     "qwen3": llama(Qwen3Config, head_dim=24, tie_word_embeddings=True),
     "qwen3-sliding": llama(Qwen3Config, head_dim=16, use_sliding_window=True, sliding_window=7, max_window_layers=1),
 }

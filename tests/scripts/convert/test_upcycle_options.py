@@ -157,7 +157,7 @@ def test_options_that_make_no_sense(
 
 def test_sources_of_the_wrong_kind(parent: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours = parent.with_name("ours")
-    assert "only llama, mistral, qwen3 can" in refusal(capsys, "llama", parent, ours)
+    assert "only llama, mistral, qwen2, qwen3 can" in refusal(capsys, "llama", parent, ours)
     assert "does not exist" in refusal(capsys, "pythia", parent.with_name("nowhere"), ours)
     assert "the Hub did not give it" in refusal(capsys, "pythia", "nobody/nothing", ours, "--revision", "step3000")
     parent.with_name("empty").mkdir()
@@ -271,7 +271,7 @@ def test_of_a_name_on_the_hub_only_the_weights_that_are_read_are_downloaded(
         ({"position_gain": "bucket"}, "position_gain is 'bucket'"),
         (
             {"rope_parameters": {"rope_type": "power", "power_factor": 0.5}},
-            "but a Llama, Mistral or Qwen3 model has one",
+            "but a Llama, Mistral, Qwen2 or Qwen3 model has one",
         ),
         ({"use_qk_norm": True, "mlp_bias": True}, "mlp_bias is True, but a Qwen3"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "but a Mistral model can only have"),

@@ -1,11 +1,11 @@
-"""Llama, Mistral and Qwen3 as the plain model inside a DCFormer; tensors have the same names and layouts as ours.
+"""Llama, Mistral, Qwen2 and Qwen3 as the plain model in a DCFormer; tensors have the same names and layouts as ours.
 
 `interface` says how to add another family.
 """
 
 from typing import Any
 
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from ....common.errors import UserError
 from ...common.weight_map import Drop, Rule, WeightMap
@@ -22,27 +22,31 @@ from .interface import (
 
 SHARED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
+    *("num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
     *("use_cache", "tie_word_embeddings", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
 LAYER = "model.layers.{layer}."
 MLP = ("gate_proj", "up_proj", "down_proj")
-ALL = "Llama, Mistral or Qwen3"
+ALL = "Llama, Mistral, Qwen2 or Qwen3"
 
 
 def to_fields(config: Any) -> dict[str, Any]:
     """Our fields for the same model."""
-    is_qwen = config.model_type == "qwen3"
+    is_qwen = config.model_type in ("qwen2", "qwen3")
     window = getattr(config, "sliding_window", None)
     kind = "full_attention" if window is None else "sliding_attention"
+    # Qwen2 has biases of queries, keys and values alone, without a field that says so.
+    biases = {"attention_bias": True, "attention_output_bias": False} if config.model_type == "qwen2" else {}
     return {
         **shared_fields(config, SHARED),
+        "head_dim": getattr(config, "head_dim", None),
         "rope_parameters": _obeyed(config.rope_parameters),
         "attention_bias": getattr(config, "attention_bias", False),
+        **biases,
         "mlp_bias": getattr(config, "mlp_bias", False),
         "sliding_window": window,
         "layer_types": list(config.layer_types) if is_qwen else [kind] * config.num_hidden_layers,
-        "use_qk_norm": is_qwen,
+        "use_qk_norm": config.model_type == "qwen3",
         "qk_norm_eps": config.rms_norm_eps,
     }
 
@@ -57,11 +61,15 @@ def restore(config: Any) -> PreTrainedConfig:
     """The configuration of the parent that has what a DCFormer without composition has.
 
     Raises:
-        UserError: none of the three has it.
+        UserError: none of them has it.
     """
-    fields = shared_fields(config, SHARED)
+    fields = shared_fields(config, (*SHARED, "head_dim"))
     slides = "sliding_attention" in config.layer_types
-    require_fields(config, {"mgate_dim": None, **implied_attention(config)}, ALL)
+    implied = implied_attention(config)
+    is_qwen2 = config.attention_bias and config.attention_output_bias is False and not config.use_qk_norm
+    if is_qwen2:
+        del implied["attention_output_bias"]
+    require_fields(config, {"mgate_dim": None, **implied}, ALL)
     require_rotary(config, ALL)
     if (factor := config.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UserError(f"partial_rotary_factor is {factor!r}, but a {ALL} model can only have 1.0")
@@ -69,6 +77,10 @@ def restore(config: Any) -> PreTrainedConfig:
         require_fields(config, {"mlp_bias": False, "qk_norm_eps": config.rms_norm_eps}, "Qwen3")
         own = shared_fields(config, ("attention_bias", "layer_types", "sliding_window"))
         return Qwen3Config(**fields, **own, use_sliding_window=slides, architectures=["Qwen3ForCausalLM"])
+    if is_qwen2:
+        require_fields(config, {"mlp_bias": False}, "Qwen2")
+        own = shared_fields(config, ("layer_types", "sliding_window"))
+        return Qwen2Config(**fields, **own, use_sliding_window=slides, architectures=["Qwen2ForCausalLM"])
     if slides:
         everywhere = ["sliding_attention"] * config.num_hidden_layers
         require_fields(config, {"layer_types": everywhere, "attention_bias": False, "mlp_bias": False}, "Mistral")
@@ -82,9 +94,12 @@ def weight_map(config: Any) -> WeightMap:
     rules, drops = head_rules(config, (HEAD,), EMBEDDING)
     names = ["model.norm.weight"]
     names += [f"{LAYER}{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm")]
+    output_bias = config.attention_bias if config.attention_output_bias is None else config.attention_output_bias
     for kind in ("weight", "bias"):
         if kind == "weight" or config.attention_bias:
-            names += [f"{LAYER}self_attn.{name}_proj.{kind}" for name in "qkvo"]
+            names += [f"{LAYER}self_attn.{name}_proj.{kind}" for name in "qkv"]
+        if kind == "weight" or output_bias:
+            names += [f"{LAYER}self_attn.o_proj.{kind}"]
         if kind == "weight" or config.mlp_bias:
             names += [f"{LAYER}mlp.{name}.{kind}" for name in MLP]
     if config.use_qk_norm:
@@ -94,4 +109,4 @@ def weight_map(config: Any) -> WeightMap:
     return WeightMap(config.num_hidden_layers, tuple(rules), tuple(drops))
 
 
-LLAMA = Parent(("llama", "mistral", "qwen3"), "dcformer", to_fields, restore, weight_map)
+LLAMA = Parent(("llama", "mistral", "qwen2", "qwen3"), "dcformer", to_fields, restore, weight_map)
