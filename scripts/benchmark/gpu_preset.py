@@ -133,7 +133,7 @@ GPU = (
         batch_size=2,
     ),
     _part("training-405m-4096", **TRAINING, shapes=["16x64@4096"], batch_size=4),
-    # Compiling all 24 layers would take more than the time of a command.
+    # Six layers, because each one makes the compilation longer.
     _part(
         "training-graph",
         **TRAINING | {"implementations": ["triton-graph", "sdpa-graph", f"sdpa{GLOBAL}{GRAPH}"], "layers": 6},

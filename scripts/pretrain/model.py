@@ -80,8 +80,8 @@ def build_config(arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBas
         tokens = _special_tokens(_config_class(arguments), tokenizer)
         config = plan_config(arguments, {"vocab_size": padded, **tokens})
     if needed > config.vocab_size:
-        fix = "raise it in model_config or give a smaller tokenizer"
-        fix = "give the tokenizer that the model was trained with" if arguments.init_from else fix
+        of_parent = "give the tokenizer that the model was trained with"
+        fix = of_parent if arguments.init_from else "raise it in model_config or give a smaller tokenizer"
         raise UserError(
             f"the tokenizer has {needed} tokens, more than the model's vocab_size={config.vocab_size}; {fix}"
         )

@@ -65,11 +65,9 @@ def restore(config: Any) -> PreTrainedConfig:
     """
     fields = shared_fields(config, (*SHARED, "head_dim"))
     slides = "sliding_attention" in config.layer_types
-    implied = implied_attention(config)
     is_qwen2 = config.attention_bias and config.attention_output_bias is False and not config.use_qk_norm
-    if is_qwen2:
-        del implied["attention_output_bias"]
-    require_fields(config, {"mgate_dim": None, **implied}, ALL)
+    own_bias = {"attention_output_bias": False} if is_qwen2 else {}
+    require_fields(config, {"mgate_dim": None, **implied_attention(config), **own_bias}, ALL)
     require_rotary(config, ALL)
     if (factor := config.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UserError(f"partial_rotary_factor is {factor!r}, but a {ALL} model can only have 1.0")
