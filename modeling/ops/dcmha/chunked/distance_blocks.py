@@ -14,17 +14,17 @@ from torch import Tensor
 class DistanceGrid(NamedTuple):
     """The distances of a Toeplitz block `[c, X]`, of which each chunk's distances `[c, n]` are a view.
 
-    The key in column `x` is `t + before - x` places before query `t`.
+    The key in column `x` is `t + farthest - x` places before query `t`.
     """
 
     queries: int  # c, the most queries of a chunk
-    before: int  # the column of a key at distance 0 from the first query
+    farthest: int  # the distance of the first query from the key in column 0
     columns: int  # X
 
     def rows(self, table: Tensor) -> Tensor:
         """The index of the row of `table` `[L, H]` for each element, `[c, X]`; the nearest row if there is none."""
         queries, columns = (torch.arange(count, device=table.device) for count in (self.queries, self.columns))
-        return (queries[:, None] + self.before - columns).clamp_(0, table.shape[0] - 1)
+        return (queries[:, None] + self.farthest - columns).clamp_(0, table.shape[0] - 1)
 
     def spread(self, table: Tensor, dtype: torch.dtype) -> Tensor:
         """Spreads a table `[L, H]` to its block `[H, c, X]`, in `dtype`."""
@@ -43,9 +43,9 @@ def grid_of(positions: Sequence[int], keys: Sequence[slice], queries: int) -> Di
         positions: the position of each chunk's first query among the keys.
         keys: the keys that each chunk reads.
     """
-    before = max((position - span.start for position, span in zip(positions, keys, strict=True)), default=0)
-    after = max((span.stop - position for position, span in zip(positions, keys, strict=True)), default=0)
-    return DistanceGrid(queries, before, before + after)
+    farthest = max((position - span.start for position, span in zip(positions, keys, strict=True)), default=0)
+    ahead = max((span.stop - position for position, span in zip(positions, keys, strict=True)), default=0)
+    return DistanceGrid(queries, farthest, farthest + ahead)
 
 
 class ChunkTables(NamedTuple):
@@ -64,7 +64,7 @@ class TableBlocks(NamedTuple):
 
     def of_chunk(self, position: int, queries: int, keys: slice) -> ChunkTables:
         """Views for `keys`, and `queries` queries from `position` among all keys on."""
-        shift = self.grid.before - position
+        shift = self.grid.farthest - position
         columns = slice(keys.start + shift, keys.stop + shift)
         return ChunkTables(*(None if one is None else one[:, :queries, columns] for one in (self.bias, self.gain)))
 

@@ -91,12 +91,7 @@ class Problem:
             members += self._stage(stage)
         members += (*self._mask(_as_bool_or_float32(inputs.mask)), *self._mask(mask_sums), self._address(first_keys))
         members += (items, heads, inputs.key.shape[1], width, structure.queries, structure.keys)
-        members += (
-            *band_of(structure),
-            chunk,
-            *self._tables(inputs, table_grid(structure)),
-            int(settings.compose_bias),
-        )
+        members += (*band_of(structure), chunk, *self._tables(inputs, table_grid(structure)), settings.compose_bias)
         struct = array("l", members)
         self._kept.append(struct)
         self.address = struct.buffer_info()[0]
@@ -105,7 +100,7 @@ class Problem:
         """The addresses of the tables by distance, their length, and the place of distance 0 in them."""
         tables = (inputs.position_bias, inputs.position_gain)
         addresses = (None if one is None else grid.spread(one, torch.float32).contiguous() for one in tables)
-        return *map(self._address, addresses), grid.columns, grid.before
+        return *map(self._address, addresses), grid.columns, grid.farthest
 
     def _address(self, tensor: Tensor | None) -> int:
         """The address of the data, or 0; keeps the tensor alive as long as this object."""
@@ -173,9 +168,9 @@ def table_grid(structure: Structure) -> DistanceGrid:
 
     It has an element for every pair of a tile, rows beyond the queries and keys beyond the last one included.
     """
-    offset = structure.first_query
-    before, after = offset + structure.queries + MAX_CHUNK, -(-structure.keys // BLOCK_KEYS) * BLOCK_KEYS - offset
-    return DistanceGrid(1, before, before + after + 1)
+    farthest = structure.first_query + structure.queries + MAX_CHUNK
+    nearest = structure.first_query - -(-structure.keys // BLOCK_KEYS) * BLOCK_KEYS
+    return DistanceGrid(1, farthest, farthest - nearest + 1)
 
 
 def band_of(structure: Structure) -> tuple[int, int, int]:

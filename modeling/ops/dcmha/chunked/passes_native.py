@@ -37,7 +37,7 @@ SIGNATURES = {
 
 
 def library_for(inputs: ChunkedInputs, settings: ChunkedSettings) -> CDLL | None:
-    """passes.c, compiled when this is first called for a kind of stage; None where it does not take these arguments."""
+    """passes.c, after compose.c has been compiled for both stages; None where C code does not serve these arguments."""
     if compile_mode() == "0" or not inputs.query.is_cpu:
         return None
     stages = stages_of(inputs, settings)
@@ -81,7 +81,7 @@ def attend_backward_in_c(
     chunk = _chunk_queries(structure, inputs.query.shape[1], 1)
     problem = Problem(inputs, settings, structure, chunk, grad_output, sums.mask)
     memory = torch.empty(library.backward_size(problem.address, threads), **C_FLOATS)
-    addresses = array("l", [0 if one is None else one.data_ptr() for one in sums.by_item])
+    addresses = array("l", [0 if one is None else one.data_ptr() for one in sums.members])
     library.backward(addresses.buffer_info()[0], memory.data_ptr(), problem.address, settings.scaling, threads)
     return {name: tensor.to(getattr(inputs, name).dtype).contiguous() for name, tensor in sums.results()}
 
@@ -109,23 +109,18 @@ class _Sums:
         self.tables = {
             name: None if getattr(inputs, name) is None else zeros(batch, heads, grid.columns) for name in TABLES
         }
+        stage_sums = (*self.query_terms, *self.key_terms, *self.matrices)
         # The members of the struct `gradients` in backward.h.
-        self.by_item = (
-            *(self.query, self.key, self.value, *self.query_terms, *self.key_terms, *self.matrices),
-            *self.tables.values(),
-        )
+        self.members = (self.query, self.key, self.value, *stage_sums, *self.tables.values())
 
     def results(self) -> Iterator[tuple[str, Tensor]]:
         """The gradients of the inputs by name and in their shapes."""
         keys, width = self.inputs.key.shape[2:]
-        yield from (
-            ("query", self.query),
-            ("key", self.key[..., :keys, :width]),
-            ("value", self.value[..., :keys, :width]),
-        )
-        for name, query, key, matrix in zip(
-            ("pre", "post"), self.query_terms, self.key_terms, self.matrices, strict=True
-        ):
+        yield "query", self.query
+        yield "key", self.key[..., :keys, :width]
+        yield "value", self.value[..., :keys, :width]
+        stage_sums = zip(("pre", "post"), self.query_terms, self.key_terms, self.matrices, strict=True)
+        for name, query, key, matrix in stage_sums:
             if query is not None:
                 yield f"{name}_query", query
             if key is not None:

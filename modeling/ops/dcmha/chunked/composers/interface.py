@@ -10,10 +10,10 @@ from ....masking import Structure, split_mask
 
 
 class StageFactors(NamedTuple):
-    """One stage's factors for a chunk, or their gradients, with the terms packed as `pack_factors` packs them."""
+    """One stage's factors for a chunk or for a whole item, or their gradients, in the order of `pack_factors`."""
 
-    query: Tensor | None  # [c, terms, H]
-    key: Tensor | None  # [terms, H, n]
+    query: Tensor | None  # [c or T, terms, H]
+    key: Tensor | None  # [terms, H, n or S]
     static: Tensor | None  # [H, H], indexed [in, out]
     groups: int
 
