@@ -137,29 +137,26 @@ class RelativeChunk(NamedTuple):
                 torch.baddbmm(self._table_rows(operands.bias)[:, None], query.flatten(1, 2), table, out=reachable)
             else:
                 torch.add(self._table_rows(operands.bias)[:, None], query.flatten(1, 2) @ table, out=reachable)
-        return by_distance.as_strided(
-            (heads * batch, num_queries, num_keys),
-            (num_queries * columns, columns - 1, 1),
-            storage_offset=num_queries - 1,
-        )
+        return self._shifted(by_distance, num_keys)
 
     def _unshift(self, grad_scores: Tensor) -> Tensor:
         """Undoes the relative shift: `grad_scores` `[H, B, c, n]` by distance, `[H, B, c, x]` with zeros elsewhere."""
-        (num_queries, num_keys), columns = self.shape, len(self.distances)
-        by_distance = grad_scores.new_zeros(*grad_scores.shape[:3], columns)
+        num_keys = self.shape[1]
+        by_distance = grad_scores.new_zeros(*grad_scores.shape[:3], len(self.distances))
         flat, source = by_distance.flatten(0, 1), grad_scores.flatten(0, 1)
         # Under causality the last key of a query shares its element of the shifted view with the first key of the next
         # query. The last key is visible to the last query only, so the view leaves it out, and that one gradient is
         # copied by itself.
         copied = num_keys - 1 if self.structure.is_causal else num_keys
-        shifted = flat.as_strided(
-            (flat.shape[0], num_queries, copied),
-            (num_queries * columns, columns - 1, 1),
-            storage_offset=num_queries - 1,
-        )
-        shifted.copy_(source[..., :copied])
+        self._shifted(by_distance, copied).copy_(source[..., :copied])
         flat[:, -1, num_keys - 1] = source[:, -1, -1]
         return by_distance
+
+    def _shifted(self, by_distance: Tensor, keys: int) -> Tensor:
+        """The relative shift of new memory that holds `[H, B, c, x]`: a view `[H * B, c, keys]` of the first keys."""
+        queries, columns = self.shape[0], by_distance.shape[-1]
+        size = (by_distance.numel() // (queries * columns), queries, keys)
+        return by_distance.as_strided(size, (queries * columns, columns - 1, 1), storage_offset=queries - 1)
 
     def _table_rows(self, table: Tensor) -> Tensor:
         """The rows of a farthest-first table `[H, L, ...]` that queries of this chunk reach."""

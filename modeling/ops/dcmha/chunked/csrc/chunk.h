@@ -218,7 +218,7 @@ static void copy_maps(const chunk *of, map_view to, map_view from, patch at) {
                    sizeof(float) * (at.keys.end - at.keys.begin));
 }
 
-/* How many elements of scratch memory `compose_block` and `stage_backward` need. */
+/* How many elements of scratch memory `compose_tile` and `stage_backward` need. */
 INLINE long mixed_size(const problem *given) {
     return given->pre.matrix || given->post.matrix ? PART_QUERIES * even_heads(given) * BLOCK_KEYS : 0;
 }
@@ -239,8 +239,8 @@ static map_view mixed_part(float *mixed, const chunk *of, map_view maps, const f
 }
 
 /* Writes the composition of `tile` to `out`, which may be `tile`. */
-static void compose_block(const chunk *of, float *out, float *tile, const stage *by, const float *query,
-                          const float *keys, float *mixed, long block) {
+static void compose_tile(const chunk *of, float *out, float *tile, const stage *by, const float *query,
+                         const float *keys, float *mixed, long block) {
     if (!by->compose && !by->matrix && out == tile) return;
     EACH_PATCH(whole, of, block)
         for (long row = 0; row < whole.rows;) {
@@ -257,11 +257,11 @@ static void compose_block(const chunk *of, float *out, float *tile, const stage 
 }
 
 static void compose_scores(const chunk *of, float *out, float *tile, float *mixed, long block) {
-    compose_block(of, out, tile, &of->given->pre, of->pre_query, of->packed.pre_key, mixed, block);
+    compose_tile(of, out, tile, &of->given->pre, of->pre_query, of->packed.pre_key, mixed, block);
 }
 
 static void compose_probs(const chunk *of, float *out, float *tile, float *mixed, long block) {
-    compose_block(of, out, tile, &of->given->post, of->post_query, of->packed.post_key, mixed, block);
+    compose_tile(of, out, tile, &of->given->post, of->post_query, of->packed.post_key, mixed, block);
 }
 
 #endif
