@@ -1,6 +1,6 @@
 """Tables `[L, H]` with one row for each distance from a key to a query: how they are read and what is checked.
 
-The distance is counted in places of the row: how many the key is before the query, whatever the tokens' position ids
+A distance is how many places the key is before the query in their row of the batch, whatever the tokens' position ids
 are. So padding on the left and packed documents need nothing special.
 """
 

@@ -7,6 +7,9 @@ from ..distance_tables import NO_TABLES, DistanceTables, check_offset, check_tab
 from ..validation import check_call, check_kind, is_integer
 from .composition import SIDES, Composition
 
+# PyTorch compares unsigned integers of more than 8 bits with no others.
+INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 def check_composed_call(
     query: Tensor,
@@ -41,10 +44,6 @@ def check_composed_call(
     if post is not None:
         _check_stage("post", post, query, key)
     _check_tables(tables, query, key, sliding_window)
-
-
-# PyTorch compares unsigned integers of more than 8 bits with no others.
-INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _check_tables(tables: DistanceTables, query: Tensor, key: Tensor, sliding_window: int | None) -> None:

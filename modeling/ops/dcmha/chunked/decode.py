@@ -162,7 +162,8 @@ def _query_matrix(composition: Composition, dtype: torch.dtype) -> Tensor | None
     down, up, gate = composition.side("query")
     matrix = _static_matrix(composition, dtype)
     if gate is not None:
-        diagonal = torch.diag_embed(gate.squeeze(1).to(dtype) + int(matrix is None))
+        identity = int(matrix is None)  # the static matrix includes it already
+        diagonal = torch.diag_embed(gate.squeeze(1).to(dtype) + identity)
         matrix = diagonal if matrix is None else matrix + diagonal
     if down is None or up is None:
         return matrix

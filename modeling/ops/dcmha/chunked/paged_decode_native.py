@@ -59,7 +59,11 @@ def attend_to_pages(
     Returns:
         `[N, 1, H, D]`; None where there is no C code for these arguments.
     """
-    library = _load_for(DecodeStep(query, pages.key, pages.value, pre, post, scaling, None, tables), terms)
+    # Rows take the place of keys `[B, H_kv, S, D]`: what is asked of them does not depend on the order of dimensions.
+    step = DecodeStep(query, pages.key, pages.value, pre, post, scaling, tables=tables)
+    if compile_mode() == "0" or not decodes_in_c(step):
+        return None
+    library = _load(query.shape[1], pages.key.shape[2], step.groups, query.shape[3], query.dtype, terms)
     if library is None:
         return None
     items, heads, _, width = query.shape
@@ -77,13 +81,6 @@ def attend_to_pages(
     threads = min(usable_threads(), 1 + keys // ELEMENTS_PER_THREAD)
     library.attend_to_pages(output.data_ptr(), workspace.data_ptr(), address, scaling, threads)
     return output
-
-
-def _load_for(step: DecodeStep, terms: int) -> CDLL | None:
-    """The library for a step whose keys and values are those of `Pages`; None where C code does not serve it."""
-    if compile_mode() == "0" or not decodes_in_c(step):
-        return None
-    return _load(step.query.shape[1], step.key.shape[2], step.groups, step.query.shape[3], step.query.dtype, terms)
 
 
 @functools.cache

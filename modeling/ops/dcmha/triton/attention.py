@@ -46,23 +46,16 @@ def dcmha_triton(
 ) -> tuple[Tensor, None]:
     """`dcmha_attention` in memory that grows with the number of queries plus that of keys, not with their product.
 
-    It computes what `dcmha_eager` does (arXiv 2405.08553). Queries, keys, values, factors and tables have exact
-    gradients, which are the same in every run; an additive mask has none. In half precision the scores of several
-    queries are kept in float16, so their magnitude has to stay below 65504. Under `torch.compile` the op is one
-    node of the graph. With `TRITON_INTERPRET=1` in the environment before the first call it runs, slowly, on the CPU.
+    Queries, keys, values, factors and tables have exact gradients, which are the same in every run; an additive mask
+    has none. In half precision the scores of several queries are kept in float16, so their magnitude has to stay below
+    65504. Under `torch.compile` the op is one node of the graph. With `TRITON_INTERPRET=1` in the environment before
+    the first call it runs, slowly, on the CPU. Arguments that are not listed are those of `dcmha_attention`.
 
     Args:
         query: `[B, H, T, D]` in float16, bfloat16 or float32.
-        key, value: `[B, H_kv, S, D]`.
-        pre, post: the composition of scores and of probabilities.
-        scaling: factor of the scores.
         attention_mask: boolean or additive, broadcastable to `[B, 1, T, S]`. Keys are hidden by False, minus infinity
             and the lowest number of the dtype. A row in which all keys have another large negative number, such as
             -1e9, loses precision, because float32 has no room for scores beside it.
-        is_causal: whether a query sees no later keys; the last query is aligned to the last key.
-        sliding_window: a query sees only keys that are fewer places away than this; with causality this many, itself
-            included.
-        first_keys: `[B, T]` integers, the first key that each query sees.
         tables: a bias and a gain `[L, H]`, and the position of the first query. With several queries, a position on a
             device is read, which waits for the device.
 
