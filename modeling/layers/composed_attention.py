@@ -209,17 +209,16 @@ class ComposedAttention(nn.Module):
             key, value = read_layer(cache, self.layer_idx, source.device)
             if self.key_composition is not None:
                 layer: Any = cache.layers[self.layer_idx]
-                factors = factors._replace(key=layer.factors.keys.to(source.device))
+                factors = factors.with_keys(layer.factors.keys.to(source.device), self.config.compose_stages)
         else:
             key, value, factors = self._update_cache(*self._project_source(source, factors), cache)
             past_key_values.is_updated[self.layer_idx] = True
-        key_factors = None if factors.key is None else factors.key[:, :, :length]
-        return key[:, :, :length], value[:, :, :length], factors._replace(key=key_factors)
+        return key[:, :, :length], value[:, :, :length], factors.up_to(length)
 
     def _project_source(self, source: Tensor, factors: PackedFactors) -> tuple[Tensor, Tensor, PackedFactors]:
         """What `_read_source` returns without a cache."""
         if self.key_composition is not None:
-            factors = factors._replace(key=self.key_composition(source).key)
+            factors = factors.with_keys_of(self.key_composition(source))
         return self._heads(self.k_proj, source, self.k_norm), self._heads(self.v_proj, source), factors
 
     def _update_cache(
@@ -235,10 +234,10 @@ class ComposedAttention(nn.Module):
         (key,) = autocast(key)  # norms and rotations make it float32, but a cache keeps keys in the dtype of values
         if phases is not None:
             key = pack_phases(key, phases)
-        if factors.key is not None:
-            key, (value, key_factors) = update_layer(cache, key, value, self.layer_idx, factors.key)
-            return key, value, factors._replace(key=key_factors)
-        return *update_layer(cache, key, value, self.layer_idx), factors
+        if (key_factors := factors.keys) is None:
+            return *update_layer(cache, key, value, self.layer_idx), factors
+        key, (value, key_factors) = update_layer(cache, key, value, self.layer_idx, key_factors)
+        return key, value, factors.with_keys(key_factors, self.config.compose_stages)
 
 
 def visible_window(config: PreTrainedConfig, layer_idx: int, is_causal: bool) -> int | None:

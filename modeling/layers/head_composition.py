@@ -1,6 +1,7 @@
 """The generator of the factors with which a layer composes its attention heads."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,19 +10,41 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 
-from ..ops.dcmha.composition import Composition, unpack_factors
+from ..ops.dcmha.composition import SIDES, Composition, unpack_factors
 from .rms_norm import rms_norm
 
 
 class PackedFactors(NamedTuple):
-    """What `DynamicComposition` generates; a side that the configuration does not compose is None.
+    """What `DynamicComposition` generates: the packed terms of each stage and side, None for one without terms.
 
     It is a tuple because PyTorch calls full backward hooks only for modules that return tensors or tuples of them.
     """
 
-    query: Tensor | None = None  # [B, P * terms, T, H]
-    key: Tensor | None = None  # [B, P * terms, S, H]
+    pre_query: Tensor | None = None  # [B, T, terms, H]
+    pre_key: Tensor | None = None  # [B, S, terms, H]
+    post_query: Tensor | None = None  # [B, T, terms, H]
+    post_key: Tensor | None = None  # [B, S, terms, H]
     static: Tensor | None = None  # [P, H, H], block-diagonal
+
+    @property
+    def keys(self) -> Tensor | None:
+        """The terms of the key side of all stages as caches keep them, `[B, P * terms, S, H]`; None without any."""
+        stages = [terms.transpose(1, 2) for terms in (self.pre_key, self.post_key) if terms is not None]
+        return torch.cat(stages, dim=1) if stages else None
+
+    def with_keys(self, keys: Tensor, stages: Sequence[str]) -> "PackedFactors":
+        """Returns the same factors with the terms `keys` `[B, P * terms, S, H]` on the key side of `stages`."""
+        parts = keys.transpose(1, 2).chunk(len(stages), dim=2)
+        return self._replace(**{f"{stage}_key": part for stage, part in zip(stages, parts, strict=True)})
+
+    def with_keys_of(self, other: "PackedFactors") -> "PackedFactors":
+        """Returns the same factors with the key side of `other`, which was generated from other tokens."""
+        return self._replace(pre_key=other.pre_key, post_key=other.post_key)
+
+    def up_to(self, length: int) -> "PackedFactors":
+        """Returns the same factors with the first `length` tokens of the key side."""
+        pre, post = (None if terms is None else terms[:, :length] for terms in (self.pre_key, self.post_key))
+        return self._replace(pre_key=pre, post_key=post)
 
 
 class DynamicComposition(nn.Module):
@@ -29,8 +52,7 @@ class DynamicComposition(nn.Module):
 
     A *component* is one stage (pre, post) for one side (query, key), in the order pre-query, pre-key, post-query,
     post-key; `C` is the number of components that are switched on. A component has `2R + 1` *terms* of `H` elements for
-    each token, packed in this order: `R` down factors (normalized over heads), `R` up factors, and a gate. The cache
-    keeps the terms of the key side in this packed form.
+    each token, packed in this order: `R` down factors (normalized over heads), `R` up factors, and a gate.
 
     Weights (shapes of the official checkpoints; `G` groups of `H/G` heads, `P` stages):
         hidden_weight: `[E, G, C, K]`.
@@ -78,13 +100,8 @@ class DynamicComposition(nn.Module):
         if config.compose_static if static is None else static:
             self.static_weight = nn.Parameter(torch.empty(len(self.stages), self.groups, heads, heads))
 
-    @property
-    def num_terms(self) -> int:
-        """Number of terms of one component: `2R` factors and a gate, as far as they are switched on."""
-        return 2 * self.rank + int(self.has_gate)
-
     def forward(self, hidden_states: Tensor) -> PackedFactors:
-        """Returns the packed factors of each side, `[B, P * terms, T, H]`, from `hidden_states` `[B, T, E]`.
+        """Returns the packed terms of each component, `[B, T, terms, H]`, from `hidden_states` `[B, T, E]`.
 
         With them, as `static`, come copies of `static_weight` as matrices: a module whose weights are offloaded, or
         sharded for itself, has them only in this call.
@@ -94,31 +111,28 @@ class DynamicComposition(nn.Module):
             static = torch.stack([torch.block_diag(*blocks) for blocks in self.static_weight])
         if not self.sides:
             return PackedFactors(static=static)
-        packed = []
+        terms = []
         if self.factor_weight is not None:
-            packed += [self._low_rank_factors(hidden_states)]
+            terms += self._low_rank_terms(hidden_states)
         if self.gate_weight is not None:
-            gates = self.dropout(torch.tanh(hidden_states @ self.gate_weight.flatten(1)))  # [B, T, G * C * H/G]
-            gates = gates.unflatten(-1, self.gate_weight.shape[1:])
-            packed += [gates.permute(0, 3, 1, 2, 4).flatten(3)[:, :, None]]  # [B, C, 1, T, H]
-        factors = torch.cat(packed, dim=2)  # [B, C, terms, T, H]
-        by_side = factors.unflatten(1, (len(self.stages), len(self.sides))).unbind(2)
-        sides = {side: terms.flatten(1, 2) for side, terms in zip(self.sides, by_side, strict=True)}
-        return PackedFactors(**sides, static=static)
+            terms.append(self._gates(hidden_states))
+        # Packed in one step, each component in memory of its own, since few operations make a training step short.
+        components = torch.cat(terms, dim=3).unbind(0)
+        names = [f"{stage}_{side}" for stage in self.stages for side in self.sides]
+        return PackedFactors(**dict(zip(names, components, strict=True)), static=static)
 
     def assemble(self, factors: PackedFactors) -> tuple[Composition | None, Composition | None]:
         """Returns (pre, post) for `dcmha_attention` from what `forward` returned for queries and for keys."""
-        sides = {"query": factors.query, "key": factors.key}
-        terms = {name: self._by_stage(side) for name, side in sides.items() if side is not None}
         compositions: dict[str, Composition] = {}
         for index, stage in enumerate(self.stages):
             static = None if factors.static is None else factors.static[index]
-            packed = {name: of_stages[index] for name, of_stages in terms.items()}
+            sides = {side: getattr(factors, f"{stage}_{side}") for side in SIDES}
+            packed = {side: terms for side, terms in sides.items() if terms is not None}
             compositions[stage] = unpack_factors(packed, static, self.groups)
         return compositions.get("pre"), compositions.get("post")
 
-    def _low_rank_factors(self, hidden_states: Tensor) -> Tensor:
-        """Down and up factors `[B, C, 2R, T, H]` of `[B, T, E]`; down has unit mean square over a group's heads."""
+    def _low_rank_terms(self, hidden_states: Tensor) -> list[Tensor]:
+        """Down and up factors, `[C, B, T, R, H]` each, of `[B, T, E]`; down has unit mean square in each group."""
         hidden = self.dropout(self.act_fn(hidden_states @ self.hidden_weight.flatten(1)))
         # Groups and components are joined to one dimension, since the gradient of the weight then has the strides of
         # the weight, and DistributedDataParallel warns about a copy otherwise.
@@ -126,12 +140,17 @@ class DynamicComposition(nn.Module):
         hidden = hidden.unflatten(-1, products.shape[:2])
         factors = torch.einsum("btpk,pkrh->pbtrh", hidden, products)
         down, up = factors.split(self.rank, dim=3)
-        factors = torch.cat([rms_norm(down, self.eps), up], dim=3)
-        return factors.unflatten(0, self.factor_weight.shape[:2]).permute(2, 1, 4, 3, 0, 5).flatten(4)
+        return [self._join_groups(rms_norm(down, self.eps)), self._join_groups(up)]
 
-    def _by_stage(self, side: Tensor) -> tuple[Tensor, ...]:
-        """The terms `[B, T or S, terms, H]` of each stage, as views of a side's `[B, P * terms, T or S, H]`."""
-        return side.unflatten(1, (len(self.stages), self.num_terms)).transpose(2, 3).unbind(1)
+    def _gates(self, hidden_states: Tensor) -> Tensor:
+        """Gates `[C, B, T, 1, H]` of `[B, T, E]`."""
+        gates = self.dropout(torch.tanh(hidden_states @ self.gate_weight.flatten(1)))
+        gates = gates.unflatten(-1, (-1, 1, self.gate_weight.shape[-1]))  # [B, T, G * C, 1, H/G]
+        return self._join_groups(gates.permute(2, 0, 1, 3, 4))
+
+    def _join_groups(self, terms: Tensor) -> Tensor:
+        """Joins the heads of all groups: `[G * C, B, T, terms, H/G]` to `[C, B, T, terms, H]`."""
+        return terms.unflatten(0, (self.groups, -1)).permute(1, 2, 3, 4, 0, 5).flatten(4)
 
 
 def make_generators(

@@ -57,7 +57,7 @@ class SideGenerators(nn.Module):
             return None, None
         factors = self.composition(query)
         if self.key_composition is not None:
-            factors = factors._replace(key=self.key_composition(key).key)
-        elif factors.key is not None and key is not query:
-            factors = factors._replace(key=self.composition(key).key)
+            factors = factors.with_keys_of(self.key_composition(key))
+        elif "key" in self.composition.sides and key is not query:
+            factors = factors.with_keys_of(self.composition(key))
         return self.composition.assemble(factors)

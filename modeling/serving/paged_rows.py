@@ -47,7 +47,7 @@ class RowLayout:
             states: keys or values `[B, T, H_kv, D]`.
             stage: the stage whose key-side terms, those of the same `T` tokens, are put behind keys or values.
         """
-        terms = None if stage is None else pack_side(*stage.side("key"))  # [B, T, terms, H]
+        terms = None if stage is None else pack_side(stage, "key")  # [B, T, terms, H]
         if terms is None:
             return pad(states, (0, self.width - self.head_dim))
         rows = torch.cat([states, terms.reshape(*states.shape[:-1], self.extra)], dim=-1)

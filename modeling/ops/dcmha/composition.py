@@ -1,7 +1,7 @@
 """`Composition`: the factors that mix the heads of one stage, and their packed form."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class Composition:
         key_gate: `[B, S, H]`.
         static: the same for all pairs, `[H, H]`, indexed [in, out].
         groups: number of groups of heads that the low-rank terms mix.
+        packed: the packed terms of each side whose fields are views of them, so that they need not be packed again; a
+            composition that is made by replacing a field has none.
     """
 
     query_down: Tensor | None = None
@@ -40,6 +42,7 @@ class Composition:
     key_gate: Tensor | None = None
     static: Tensor | None = None
     groups: int = 1
+    packed: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that are present by name, in the order of `TENSORS`."""
@@ -89,12 +92,14 @@ def pack_factors(composition: Composition | None) -> tuple[Tensor | None, Tensor
     """
     if composition is None:
         return None, None, None
-    query, key = (pack_side(*composition.side(side)) for side in SIDES)
-    return query, key, composition.static
+    return pack_side(composition, "query"), pack_side(composition, "key"), composition.static
 
 
-def pack_side(down: Tensor | None, up: Tensor | None, gate: Tensor | None) -> Tensor | None:
-    """Packs one side: `[B, T or S, R, H]` twice and `[B, T or S, H]` to `[B, T or S, terms, H]`; None for no terms."""
+def pack_side(composition: Composition, side: str) -> Tensor | None:
+    """Returns the packed terms `[B, T or S, terms, H]` of `query` or `key`, copied only if they are not packed yet."""
+    if side in composition.packed:
+        return composition.packed[side]
+    down, up, gate = composition.side(side)
     terms = [term for term in (down, up, None if gate is None else gate.unsqueeze(2)) if term is not None]
     return torch.cat(terms, dim=2) if terms else None
 
@@ -114,4 +119,6 @@ def unpack_factors(packed: Mapping[str, Tensor], static: Tensor | None = None, g
             factors[f"{side}_down"], factors[f"{side}_up"] = down, up
         if has_gate:
             factors[f"{side}_gate"] = gate.squeeze(2)
-    return Composition(**factors, static=static, groups=groups)
+    composition = Composition(**factors, static=static, groups=groups)
+    composition.packed.update(packed)
+    return composition

@@ -96,7 +96,7 @@ def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
 def packed(inputs: OpInputs) -> OpInputs:
     """The same inputs, but the terms of a side are views of one tensor `[B, P * terms, 1 or S, H]`.
 
-    So a layer makes those of the query, and a cache keeps those of the keys.
+    So a cache keeps those of the keys; those of a single query lie in the same order where a layer generates them.
     """
     stages = {"pre": inputs.pre, "post": inputs.post}
     views: dict[str, dict[str, Any]] = {name: {} for name in stages}

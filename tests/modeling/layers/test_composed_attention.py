@@ -118,17 +118,6 @@ def test_composition_dropout_acts_in_training_only() -> None:
     assert not torch.equal(attention(x)[0], attention(x)[0])
 
 
-def test_dropped_gates_and_hidden_activations_scale_as_dropout_does() -> None:
-    generator = DynamicComposition(make_config(compose_dropout=0.5, compose_low_rank=False)).double()
-    init_composition(generator, scale=30.0)
-    x = torch.randn(B, T, E, dtype=torch.float64)
-    kept = generator.eval()(x).query
-    dropped = generator.train()(x).query
-    zero = dropped == 0
-    assert zero.any() and not zero.all()
-    torch.testing.assert_close(dropped[~zero], 2 * kept[~zero])
-
-
 def test_dropout_of_composed_probabilities_is_refused() -> None:
     with pytest.raises(StrictDataclassError, match=r"attention_dropout \(0.1\) must be 0 where heads are composed"):
         make_config(attention_dropout=0.1)

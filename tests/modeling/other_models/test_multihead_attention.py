@@ -197,9 +197,9 @@ def reference(
     ]
     factors = module.composition(query)
     if "key" in module.composition.sides:
-        factors = factors._replace(key=module.composition(key).key)
+        factors = factors.with_keys_of(module.composition(key))
     elif module.key_composition is not None:
-        factors = factors._replace(key=module.key_composition(key).key)
+        factors = factors.with_keys_of(module.key_composition(key))
     pre, post = module.composition.assemble(factors)
     masking = {"attention_mask": None, "is_causal": False, **masking}
     output, probs = dcmha_eager(*heads, pre=pre, post=post, scaling=(E // H) ** -0.5, sliding_window=None, **masking)

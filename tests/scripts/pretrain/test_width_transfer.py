@@ -48,12 +48,12 @@ def recorded(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         found.setdefault(name, []).append(tensor.detach().clone())
 
     def keep_factors(module: DynamicComposition, _: Any, factors: PackedFactors) -> None:
-        for side in module.sides:
-            terms = getattr(factors, side).unflatten(1, (len(module.stages), module.num_terms))
+        for terms in factors[:4]:
+            down, up, gate = terms.split((module.rank, module.rank, 1), dim=2)
             # A sum over heads meets an up factor, so what counts is its size times their number.
-            keep("up factors times heads", terms[:, :, module.rank : 2 * module.rank] * module.num_heads)
-            keep("down factors", terms[:, :, : module.rank])
-            keep("gates", terms[:, :, -1])
+            keep("up factors times heads", up * module.num_heads)
+            keep("down factors", down)
+            keep("gates", gate)
 
     def keep_output(kind: str, _: nn.Module, __: Any, output: Any) -> None:
         keep(kind, output[0] if isinstance(output, tuple) else output)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def within_groups(composition: Composition | None, groups: int) -> Composition |
     if composition is None or composition.groups == groups:
         return composition
     factors = {name: getattr(composition, name) for name in LOW_RANK}
-    spread = {
+    spread: dict[str, Any] = {
         name: _spread(factor, groups, composition.groups // groups)
         for name, factor in factors.items()
         if factor is not None
