@@ -83,8 +83,9 @@ class ImageEmbeddings(nn.Module):
                 f"{self.config.image_size}; pass interpolate_pos_encoding=True, or resize the images"
             )
         placed, patches = self.position_embeddings.split([prefix, own[0] * own[1]], dim=1)
-        # In at least float32, because bicubic resampling in half precision would shift the positions.
-        wide = patches.to(at_least_float32(patches.dtype)).mT.unflatten(-1, own)
+        # In at least float32, because bicubic resampling in half precision would shift the positions. Channels are last
+        # in memory: from other layouts PyTorch's antialiased resampling to a single column gives wrong values on a CPU.
+        wide = patches.to(at_least_float32(patches.dtype)).unflatten(1, own).permute(0, 3, 1, 2)
         wide = nn.functional.interpolate(
             wide, size=(rows, columns), mode="bicubic", align_corners=False, antialias=self.config.interpolate_antialias
         )
