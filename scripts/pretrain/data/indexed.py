@@ -109,10 +109,14 @@ class IndexedTokens:
         return bool((self.sizes == length + 1).all())
 
     def as_stream(self, span: range) -> TokenStream:
-        """The documents with the numbers `span` as a stream that can be packed; their text is not measured."""
-        edges = np.append(self.begins, len(self.tokens))[self.documents]
-        begin, end = int(edges[span.start]), int(edges[span.stop])
-        return TokenStream(self.tokens[begin:end], edges[span.start : span.stop] - begin, text_bytes=0)
+        """The documents with the numbers `span` as a stream that can be packed; their text is not measured.
+
+        Documents without tokens, which Megatron's tools write for empty texts, are left out: nothing starts there.
+        """
+        edges = np.append(self.begins, len(self.tokens))[self.documents[span.start : span.stop + 1]]
+        begin, end = int(edges[0]), int(edges[-1])
+        starts = edges[:-1][np.diff(edges) > 0] - begin
+        return TokenStream(self.tokens[begin:end], starts, text_bytes=0)
 
     def check_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Refuses tokens that the tokenizer does not have.

@@ -136,9 +136,13 @@ def _pack(
     """Sequences that are read independently of each other; with `score_all` no target is left out.
 
     Raises:
-        UserError: the stream, which is called `name`, is shorter than one sequence.
+        UserError: the stream, which is called `name`, is shorter than one sequence, or nothing in it is a target.
     """
     length, pad = arguments.sequence_length, int(tokenizer.pad_token_id)
+    if len(stream.tokens) == len(stream.starts):
+        raise UserError(
+            f"{name} holds no token to predict, because no document has a second token; give longer documents"
+        )
     if arguments.packing == "best_fit" and not score_all:
         return BestFitSequences(stream, length, pad=pad, mask_documents=arguments.mask_documents)
     if len(stream.tokens) < length and not score_all:

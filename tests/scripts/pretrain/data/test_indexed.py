@@ -122,6 +122,34 @@ def test_documents_of_other_lengths_are_packed(tokenizer: Path, tmp_path: Path):
     assert result.steps == 6
 
 
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit", "anchor"])
+def test_documents_without_tokens_are_passed_over(packing: Any, tmp_path: Path):
+    """Wherever they lie: before, between or behind the others."""
+    tokenizer = train_bpe([["x"]], vocab_size=257)
+    end = tokenizer.eos_token_id
+    filled = [[end, *range(3, 3 + size), end] for size in (4, 9, 1)]
+    arguments = PretrainArguments(output="x", sequence_length=8, packing=packing)
+    plain, gaps = (
+        IndexedTokens.open(write_indexed(tmp_path / name, documents))
+        for name, documents in {"plain": filled, "gaps": [[], filled[0], [], [], *filled[1:], []]}.items()
+    )
+    for score_all in (False, True):
+        expected = _as_sequences(plain, range(3), arguments, tokenizer, score_all=score_all)
+        found = _as_sequences(gaps, range(7), arguments, tokenizer, score_all=score_all)
+        assert [*map(str, found)] == [*map(str, expected)]
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+@pytest.mark.parametrize("held_out", [[[]], [[5], [], [6]]])
+def test_documents_in_which_nothing_is_predicted_are_refused(held_out: list[list[int]], packing: Any, tmp_path: Path):
+    tokenizer = train_bpe([["x"]], vocab_size=257)
+    data = IndexedTokens.open(write_indexed(tmp_path / "data", [[1, 2, 3], *held_out]))
+    arguments = PretrainArguments(output="x", sequence_length=2, packing=packing)
+    for score_all in (False, True):
+        with pytest.raises(UserError, match=r"data\.idx holds no token to predict, .*; give longer documents"):
+            _as_sequences(data, range(1, 1 + len(held_out)), arguments, tokenizer, score_all=score_all)
+
+
 def test_tokens_validate_a_run_on_text(samples: Path, tokenizer: Path, corpus: Path, tmp_path: Path):
     """And none of the text is held out."""
     given = options(
