@@ -129,6 +129,21 @@ def test_the_shipped_template_serves_tokenizers_without_a_start_and_refuses_othe
         ChatEncoder(used)([json.dumps([*TURNS, {"role": "tool", "content": "3"}])])
 
 
+@pytest.mark.parametrize("silent", [{"content": None}, {}])
+def test_a_turn_without_content_is_empty_in_the_shipped_template(silent: dict[str, Any]):
+    """Jinja writes the word None for a missing content, and the model would learn to say it."""
+    turns = [*TURNS[:3], {"role": "assistant", **silent}]
+    used = tokenizer(SHIPPED.read_text())
+    encoded = ChatEncoder(used)([json.dumps(turns)])
+    assert used.decode(encoded.tokens[encoded.targets]) == f"Eight legs.{used.eos_token}{used.eos_token}"
+
+
+def test_the_shipped_template_refuses_content_that_is_no_text():
+    turns = [{"role": "user", "content": [{"type": "text", "text": "How many?"}]}, TURNS[1]]
+    with pytest.raises(UserError, match="needs text as the content of a message"):
+        ChatEncoder(tokenizer(SHIPPED.read_text()))([json.dumps(turns)])
+
+
 def test_a_tokenizer_keeps_its_template_unless_a_file_is_named(tmp_path: Path):
     own, bare = tokenizer(TAGGED), tokenizer(None)
     assert give_chat_template(own, None) == "" and own.chat_template == TAGGED
