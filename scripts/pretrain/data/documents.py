@@ -2,6 +2,7 @@
 
 import glob
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,10 +124,13 @@ def load_text(source: str, arguments: PretrainArguments, split: str) -> Dataset:
     else:
         files = leave_out_empty(files)
         parts = [_load_files(suffix, files) for suffix in LOADERS if any(path.suffix == suffix for path in files)]
-    dataset = concatenate_datasets([_select(part, arguments, source) for part in parts])
-    dataset = dataset.filter(
-        lambda texts: [bool(text and text.strip()) for text in texts], input_columns="text", batched=True
-    )
+    try:
+        dataset = concatenate_datasets([_select(part, arguments, source) for part in parts])
+        dataset = dataset.filter(
+            lambda texts: [bool(text and text.strip()) for text in texts], input_columns="text", batched=True
+        )
+    except UnicodeDecodeError as error:  # the loaders of JSON and Parquet do not look at the text
+        raise UserError(f"cannot read the text of {source}: {error}; convert it to UTF-8") from error
     if len(dataset) == 0:
         raise UserError(
             f"{source} holds no text in the column {arguments.text_column!r}; give data with at least one document"
@@ -203,22 +207,30 @@ def iterate_texts(dataset: Dataset) -> Iterator[list[str]]:
 
 def _load_files(suffix: str, files: list[Path], streaming: bool = False) -> Any:
     """A `Dataset` of all `files` of one kind, or an `IterableDataset`."""
-    chosen = [str(path) for path in files if path.suffix == suffix]
-    patterns = [glob.escape(path) for path in chosen]
+    chosen = [path for path in files if path.suffix == suffix]
+    patterns = [glob.escape(str(path)) for path in chosen]
     # A byte order mark is no part of a text; JSON and Parquet files are read without it.
     options = {"sample_by": "document", "encoding": "utf-8-sig"} if suffix == ".txt" else {}
     try:
-        return load_dataset(LOADERS[suffix], data_files=patterns, split="train", streaming=streaming, **options)
+        # The cache of datasets tells files apart by path and time, and `rsync` may leave another file with the same.
+        sizes = zlib.crc32(repr([path.stat().st_size for path in chosen]).encode())
+        return load_dataset(
+            LOADERS[suffix], f"sizes-{sizes:08x}", data_files=patterns, split="train", streaming=streaming, **options
+        )
     except Exception as error:  # the loaders raise whatever their parser raised
         cause = error.__cause__ or error
-        if isinstance(cause, OSError) and cause.filename and str(cause.filename) not in chosen:
+        if isinstance(cause, OSError) and cause.filename and Path(str(cause.filename)) not in chosen:
             raise UserError(
                 f"the cache of datasets cannot be written: {first_line(cause)}; set HF_HOME to a folder that can"
             ) from error
-        # The first line of this error says nothing; all of it names the columns that files do not share.
-        reason = " ".join(str(cause).split()) if isinstance(cause, CastError) else first_line(cause)
         rest = f" and {len(chosen) - 1} more files" if len(chosen) > 1 else ""
-        raise UserError(f"cannot read {chosen[0]}{rest} as {LOADERS[suffix]}: {reason}") from error
+        raise UserError(f"cannot read {chosen[0]}{rest} as {LOADERS[suffix]}: {reason_of(cause)}") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error of `datasets` says, in one line."""
+    # The first line of this error says nothing; all of it names the columns that files do not share.
+    return " ".join(str(error).split()) if isinstance(error, CastError) else first_line(error)
 
 
 def _load_hub(name: str, config: str | None, split: str, streaming: bool = False) -> Any:

@@ -28,14 +28,14 @@ from transformers import PreTrainedTokenizerBase
 from dynattn.modeling.ops.chunked_loss import IGNORED
 
 from ...common.atomic_file import write_json
-from ...common.errors import UserError, first_line
+from ...common.errors import UserError
 from ..arguments import PretrainArguments
 from ..outputs import checkpoint
 from ..outputs.run_folder import RunFolder
 from ..stopping import ignore_signals
 from .batch_order import TrainingOrder
 from .document_encoders import ChatEncoder, Encoded, Encoder, TextEncoder
-from .documents import load_stream
+from .documents import load_stream, reason_of
 from .sequences import Sequences, as_item, restarting_positions
 from .stream_blocks import FAILURE, Block, block_path, check_failure, written_blocks
 from .tokenization import encode_batches
@@ -62,7 +62,7 @@ def split_stream(stream: IterableDataset, named: Dataset | None) -> tuple[Datase
     except UserError:
         raise
     except Exception as error:  # network and parsers raise whatever they like
-        raise UserError(f"cannot read the head of the stream: {first_line(error)}; check the data") from error
+        raise UserError(f"cannot read the head of the stream: {reason_of(error)}; check the data") from error
     first = Dataset.from_dict({"text": texts[:HELD_OUT_DOCUMENTS]})
     if named is not None and texts:
         return first, named
@@ -189,7 +189,7 @@ class BlockWriter:
                 number += 1
                 self._delete_old()
         except Exception as error:  # whatever it is, processes that wait for the next block have to stop
-            write_json(self.folder / FAILURE, {"error": first_line(error)})
+            write_json(self.folder / FAILURE, {"error": reason_of(error)})
 
     def tell_if_it_dies(self, process: BaseProcess, finished: threading.Event) -> None:
         """Waits for the end of the writing process; if it ends too early, stops those who wait for a block."""

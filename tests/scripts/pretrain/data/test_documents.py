@@ -1,8 +1,12 @@
 """Documents from files, folders and globs, held-out documents, and data that cannot be used."""
 
+import json
+import os
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from cases.training import killed_run, run
 from datasets import Dataset
@@ -18,6 +22,7 @@ from dynattn.scripts.pretrain.data.documents import (
     is_hub_name,
     load_documents,
     load_stream,
+    load_text,
 )
 from dynattn.scripts.pretrain.data.streaming import split_stream
 
@@ -91,6 +96,30 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path):
     assert sorted([*loaded.train["train"]["text"], *loaded.validation["text"]]) == ["text 0", "text 1", "text 2"]
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_a_file_with_new_text_and_its_old_time_is_read_anew(suffix: str, tmp_path: Path):
+    """`rsync` and `tar` keep the time of a file, by which the cache of datasets recognizes it."""
+    file, found = tmp_path / f"data{suffix}", []
+    for text in ("the first", "another text"):
+        file.write_text(json.dumps({"text": text}) if suffix == ".jsonl" else text)
+        os.utime(file, (1e9, 1e9))
+        found += load_text(str(file), PretrainArguments(output="x"), "train")["text"]
+    assert found == ["the first", "another text"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_text_that_is_no_utf8_is_refused(suffix: str, tmp_path: Path):
+    """The libraries that read these files do not look at the text."""
+    file = tmp_path / f"data{suffix}"
+    if suffix == ".jsonl":
+        file.write_bytes(b'{"text": "\xff"}')
+    else:
+        broken = pa.array([b"\xff"]).view(pa.string())
+        pq.write_table(pa.table({"text": broken}), file)
+    with pytest.raises(UserError, match=rf"cannot read the text of .*data\{suffix}: .*utf-8"):
+        load_text(str(file), PretrainArguments(output="x"), "train")
+
+
 def test_a_folder_of_texts_may_hold_the_output(corpus: Path, tmp_path: Path):
     shutil.copy(corpus, tmp_path / "corpus.jsonl")
     killed_run(tmp_path / "run", tmp_path, 5)
@@ -140,6 +169,8 @@ def test_data_mistakes_are_told(tmp_path: Path):
     (tmp_path / "mixed" / "b.jsonl").write_text('{"txt": "b"}\n')
     with pytest.raises(UserError, match=r"a.jsonl and 1 more files as json: .*txt.* because column names don't match"):
         load_documents(PretrainArguments(output="x", dataset=str(tmp_path / "mixed")))
+    with pytest.raises(UserError, match=r"head of the stream: .*txt.* because column names don't match; check"):
+        split_stream(load_stream(str(tmp_path / "mixed"), PretrainArguments(output="x")), None)
     stream = load_stream(str(tmp_path / "good.jsonl"), PretrainArguments(output="x", text_column="number"))
     with pytest.raises(UserError, match=r"the column 'number' of .*good.jsonl holds 3, not text; set text_column"):
         split_stream(stream, None)
