@@ -197,14 +197,16 @@ def _validation_fingerprint(arguments: PretrainArguments, held_out: digests.Dige
 
 
 def _load_stream(arguments: PretrainArguments) -> Splits:
-    """Loads the validation documents alone; the fingerprint of the stream is that of its first documents."""
+    """Loads the validation documents alone. Fingerprint and copies of the stream are those of its first documents."""
     named = documents.load_validation(arguments)
     first, validation = split_stream(documents.load_stream(arguments.dataset, arguments), named)
-    held_out = digests.digest(validation)
+    beginning, held_out = digests.digest(first), digests.digest(validation)
+    if named is not None:
+        digests.warn_of_copies({"train": beginning}, held_out)
     return Splits(
         train={},
         validation=validation,
-        training_data=f"stream {digests.digest(first).fingerprint}",
+        training_data=f"stream {beginning.fingerprint}",
         validation_data=held_out.fingerprint,
         stream_fingerprints={VALIDATION: held_out.fingerprint},
     )

@@ -18,6 +18,7 @@ from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
 from dynattn.scripts.pretrain.data import streaming
 from dynattn.scripts.pretrain.data.document_encoders import TextEncoder
+from dynattn.scripts.pretrain.data.preparation import prepare
 from dynattn.scripts.pretrain.data.stream_blocks import Block, block_path
 from dynattn.scripts.pretrain.data.streaming import BlockWriter
 from dynattn.scripts.pretrain.data.tokenizer import load_tokenizer, train_bpe
@@ -187,6 +188,17 @@ def test_blocks_behind_a_gap_are_written_again(options: dict[str, Any], tmp_path
         block_path(made.folder, number).unlink()
     assert made._last_block(5)[0] == 6
     assert made._last_block(3) == (0, None)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_validation_documents_in_the_stream_are_counted(
+    is_named: bool, options: dict[str, Any], shards: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+):  # fmt: skip
+    monkeypatch.setattr(streaming, "HELD_OUT_DOCUMENTS", 200)
+    given = {**options, "validation_dataset": str(shards) if is_named else None}
+    prepare(PretrainArguments(output=str(tmp_path), max_steps=1, **given), RunFolder(tmp_path))
+    assert ("200 of the 450 validation documents are also training documents" in caplog.text) == is_named
 
 
 @pytest.mark.slow
