@@ -181,6 +181,8 @@ class PretrainArguments(RangedOptions):
                 f"streaming validates on documents, and validation_dataset={self.validation_dataset} holds tokens; "
                 "give documents"
             )
+        if self.dataset == "builtin":
+            raise UserError("streaming reads files or a data set of the Hub; name one, or leave out streaming")
 
     def _check_conversations(self) -> None:
         """Refuses to train a tokenizer on what cannot be read twice, and a template without conversations."""

@@ -46,6 +46,7 @@ def test_options_override_the_file_and_are_converted(tmp_path: Path):
             "--streaming --max_steps 3 --validation_dataset a.idx",
             "validation_dataset=a.idx holds tokens",
         ),
+        ("--streaming --max_steps 3 --tokenizer t", "streaming reads files or a data set of the Hub; name one"),
         ("--weight_decay 1e20", "weight_decay=1e+20 times the learning rate 0.001 must be below 1"),
         ("--max_steps 3 --warmup_steps 3", "warmup_steps=3 must be below max_steps=3"),
         ("--init_from a --model_type llama", "already fixes the model"),
