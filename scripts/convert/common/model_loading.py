@@ -62,7 +62,12 @@ def load_converted(folder: Path, dtype: torch.dtype, config: PreTrainedConfig | 
 
 
 def load_for_probe(
-    folder: Path, probe: Probe, *, dtype: torch.dtype = torch.float32, config: PreTrainedConfig | None = None
+    folder: Path,
+    probe: Probe,
+    *,
+    dtype: torch.dtype = torch.float32,
+    config: PreTrainedConfig | None = None,
+    architectures: list[str] | None = None,
 ) -> PreTrainedModel:
     """Loads the model that a probe is for, with weights rounded to `dtype`, to compute in float32 with eager attention.
 
@@ -74,12 +79,13 @@ def load_for_probe(
         probe: tells the class, and which tensors may be missing.
         dtype: weights are rounded to it.
         config: instead of the one in the folder.
+        architectures: class names that tell the head, instead of those in the folder's `config.json`.
 
     Raises:
         UserError: it does not load, tensors are missing, or memory is short.
     """
     require_memory(folder)
-    auto_class = probe.auto_class(read_config(folder).get("architectures") or [])
+    auto_class = probe.auto_class(architectures or read_config(folder).get("architectures") or [])
     options = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": False, **TELLING}
     try:
         with quiet_loading():

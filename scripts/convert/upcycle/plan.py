@@ -87,7 +87,8 @@ class Upcycling(ConversionPlan):
         return proof.describe()
 
     def _load(self, folder: Path, **options: Any) -> PreTrainedModel:
-        return load_for_probe(folder, self.probe, **options)
+        """Loads either side with the head that both have, even where the source's `config.json` names no class."""
+        return load_for_probe(folder, self.probe, architectures=self.config.architectures, **options)
 
     def describe_source(self) -> str:
         return (

@@ -43,6 +43,15 @@ def test_other_heads_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
 
 
+def test_without_a_class_name_it_predicts_masked_tokens(tmp_path: Path) -> None:
+    make_encoder_parent("modernbert").save_pretrained(tmp_path / "parent")
+    edit_config(tmp_path / "parent", architectures="ABSENT")
+    convert_well("modernbert", tmp_path / "parent", tmp_path / "ours")
+    edit_config(tmp_path / "ours", architectures="ABSENT")
+    convert_well("modernbert", tmp_path / "ours", tmp_path / "back", "--reverse")
+    assert_same_weights(weights_of(tmp_path / "parent"), weights_of(tmp_path / "back"))
+
+
 def test_parent_and_result_can_be_compared_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_encoder_parent("modernbert").save_pretrained(tmp_path / "parent")
     for name, options in {"ours": (), "other": ("--init", "paper")}.items():

@@ -102,7 +102,7 @@ def test_parent_and_result_can_be_compared_again(tmp_path: Path, capsys: pytest.
     [
         (
             {"architectures": ["DeiTForImageClassificationWithTeacher"]},
-            "has a head that a DCViT lacks; load its weights",
+            "has a head that is not known here; load its weights",
         ),
         ({"architectures": ["DeiTBackbone"]}, "load its weights into DeiTForImageClassification or DeiTModel"),
         ({"model_type": "swin"}, "'swin' model, but only vit, deit, dinov2"),
@@ -132,6 +132,25 @@ def test_reverse_refuses_what_no_parent_has(tmp_path: Path, capsys: pytest.Captu
     edit_config(tmp_path / "ours", position_embedding_type="sincos2d")
     line = refusal(capsys, *command)
     assert "position_embedding_type is 'sincos2d', but a ViT model can only have 'learned'" in line
+
+
+def test_without_a_class_name_it_is_a_classifier(tmp_path: Path) -> None:
+    save_parent(tmp_path / "parent", "vit")
+    edit_config(tmp_path / "parent", architectures="ABSENT")
+    convert_well("vit", tmp_path / "parent", tmp_path / "ours")
+    for number, absent in enumerate(("ABSENT", None, [])):
+        edit_config(tmp_path / "ours", architectures=absent)
+        convert_well("vit", tmp_path / "ours", tmp_path / str(number), "--reverse")
+        assert_same_weights(weights_of(tmp_path / "parent"), weights_of(tmp_path / str(number)))
+
+
+def test_reverse_refuses_an_unknown_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_parent(tmp_path / "parent", "vit")
+    convert_well("vit", tmp_path / "parent", tmp_path / "ours", "--no-verify")
+    edit_config(tmp_path / "ours", architectures=["DCViTForMaskedImageModeling"])
+    line = refusal(capsys, "vit", tmp_path / "ours", tmp_path / "back", "--reverse")
+    assert "DCViTForMaskedImageModeling has a head that is not known here" in line
+    assert "load its weights into DCViTForImageClassification or DCViTModel" in line
 
 
 def test_the_image_processor_goes_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

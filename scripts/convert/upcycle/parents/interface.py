@@ -69,6 +69,21 @@ def head_rules(config: PreTrainedConfig, names: tuple[str, ...], embedding: str)
     return [*rules, *(Rule((name,), (HEAD,)) for name in names)], []
 
 
+def class_head(config: Any, heads: tuple[str, ...]) -> str:
+    """Which of `heads` ends the class name in `architectures`, of theirs or ours; the first where there is no name.
+
+    Raises:
+        UserError: none of them does.
+    """
+    family = type(config).__name__.removesuffix("Config")
+    (name, *_) = config.architectures or [heads[0]]
+    for head in heads:
+        if name.endswith(head):
+            return head
+    known = " or ".join(family + head for head in heads)
+    raise UserError(f"{name} has a head that is not known here; load its weights into {known}, and save that")
+
+
 def require_rotary(config: PreTrainedConfig, family: str) -> None:
     """Raises UserError unless the positions of ours are those of Transformers' rotary models of a `family`."""
     require_fields(config, dict(ROTARY_ALONE), family)

@@ -7,11 +7,10 @@ from typing import Any
 
 from transformers import ModernBertConfig, PreTrainedConfig
 
-from ....common.errors import UserError
 from ...common.encoder_probe import ENCODER
 from ...common.transforms import Split
 from ...common.weight_map import Drop, Rule, WeightMap
-from .interface import Parent, require_fields, shared_fields
+from .interface import Parent, class_head, require_fields, shared_fields
 
 SHARED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -21,7 +20,7 @@ SHARED = (
     *("tie_word_embeddings", "pad_token_id", "eos_token_id", "bos_token_id", "cls_token_id", "sep_token_id"),
     *("id2label", "label2id", "problem_type"),
 )
-HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "Model")
 LAYER = "model.layers.{layer}."
 NORMS = {"embeddings.norm": "embed_norm", "final_norm": "norm"}
 LAYER_NORM = {"mlp_norm": "post_attention_layernorm"}
@@ -34,7 +33,7 @@ def to_fields(config: Any) -> dict[str, Any]:
         UserError: it has another head than ours have.
     """
     fields = {**shared_fields(config, SHARED), "hidden_act": config.hidden_activation, "use_qk_norm": False}
-    return {**fields, "architectures": ["DC" + _class_name(config, "ModernBert")]}
+    return {**fields, "architectures": ["DCModernBert" + class_head(config, HEADS)]}
 
 
 def restore(config: Any) -> PreTrainedConfig:
@@ -51,21 +50,14 @@ def restore(config: Any) -> PreTrainedConfig:
         "attention_scaling": None,
     }
     require_fields(config, needed, "ModernBERT")
-    name = _class_name(config, "DCModernBert").removeprefix("DC")
+    name = "ModernBert" + class_head(config, HEADS)
     fields = shared_fields(config, SHARED)
     return ModernBertConfig(**fields, hidden_activation=config.hidden_act, architectures=[name])
 
 
-def _class_name(config: Any, prefix: str) -> str:
-    (name, *_) = config.architectures or [prefix + "ForMaskedLM"]
-    if name.removeprefix(prefix) not in HEADS:
-        raise UserError(f"{name} has a head that is not known here; save its encoder as a {prefix}Model")
-    return name
-
-
 def weight_map(config: Any) -> WeightMap:
     """The table for one DCModernBert configuration. Files of a model without a head have no prefix."""
-    head = (config.architectures or [""])[0].removeprefix("DCModernBert")
+    head = class_head(config, HEADS)
     prefix = "" if head == "Model" else "model."
     layer = prefix + "layers.{layer}."
     embedding = prefix + "embeddings.tok_embeddings.weight"

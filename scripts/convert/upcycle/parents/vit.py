@@ -15,13 +15,13 @@ from ....common.errors import UserError
 from ...common.image_probe import IMAGES
 from ...common.transforms import Split
 from ...common.weight_map import Drop, Rule, WeightMap
-from .interface import Parent, require_fields, shared_fields
+from .interface import Parent, class_head, require_fields, shared_fields
 
 SHARED = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size", "num_channels"),
     *("layer_norm_eps", "initializer_range", "hidden_act"),
 )
-HEADS = {"Model": "DCViTModel", "ForImageClassification": "DCViTForImageClassification"}
+HEADS = ("ForImageClassification", "Model")
 LAYER = "model.layers.{layer}."
 KINDS = ("weight", "bias")
 NEEDS = ("preprocessor_config.json",)  # which AutoImageProcessor reads
@@ -55,7 +55,7 @@ def to_fields(config: Any) -> dict[str, Any]:
     gated = is_dino and config.use_swiglu_ffn
     return {
         **shared_fields(config, SHARED),
-        "architectures": [our_class(config)],
+        "architectures": ["DCViT" + class_head(config, HEADS)],
         "intermediate_size": width,
         "mlp_type": "swiglu" if gated else "mlp",
         "hidden_act": "silu" if gated else config.hidden_act,
@@ -77,23 +77,6 @@ def to_fields(config: Any) -> dict[str, Any]:
         "label2id": config.label2id,
         "problem_type": config.problem_type,
     }
-
-
-def our_class(config: Any) -> str:
-    """Our class for the class in `architectures`.
-
-    Raises:
-        UserError: there is none.
-    """
-    (name, *_) = config.architectures or ["ForImageClassification"]
-    for suffix, ours in HEADS.items():
-        if name.endswith(suffix):
-            return ours
-    plain = type(config).__name__.removesuffix("Config")
-    raise UserError(
-        f"{name} has a head that a DCViT lacks; load its weights into {plain}ForImageClassification or {plain}Model, "
-        "and save that"
-    )
 
 
 def intermediate_size(config: Any) -> int:
@@ -134,13 +117,12 @@ def restore(config: Any) -> PreTrainedConfig:
     if config.initializer_range is None:
         del fields["initializer_range"]
     labels = {"id2label": config.id2label, "label2id": config.label2id, "problem_type": config.problem_type}
-    suffix = next(suffix for suffix, ours in HEADS.items() if ours == config.architectures[0])
     return parent(
         **fields,
         **labels,
         qkv_bias=config.attention_bias,
         hidden_dropout_prob=config.hidden_dropout,
-        architectures=[parent.__name__.removesuffix("Config") + suffix],
+        architectures=[parent.__name__.removesuffix("Config") + class_head(config, HEADS)],
     )
 
 
@@ -175,11 +157,12 @@ def weight_map(config: Any) -> WeightMap:
     own = "deit." if config.use_distillation_token else "vit."
     if is_dino:
         own = "dinov2_with_registers." if config.num_register_tokens else "dinov2."
-    if config.architectures == [HEADS["Model"]]:
+    has_head = class_head(config, HEADS) != "Model"
+    if not has_head:
         own = ""
     rules = [*_embedding_rules(config, own), *_layer_rules(config, own + "encoder.layer.{layer}.", is_dino)]
     rules += [Rule((f"{own}layernorm.{kind}",), (f"model.norm.{kind}",)) for kind in KINDS]
-    if config.architectures != [HEADS["Model"]]:
+    if has_head:
         rules += [Rule((f"classifier.{kind}",), (f"classifier.{kind}",)) for kind in KINDS]
     return WeightMap(config.num_hidden_layers, tuple(rules), tuple(_drops(config, own, is_dino)))
 
