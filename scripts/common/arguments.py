@@ -76,8 +76,8 @@ def parse_arguments(
         file: whether a YAML file may stand among the options, which the help then tells.
 
     Raises:
-        UserError: the YAML file is missing or malformed, an argument is named that `cls` does not have, or a value of
-            the file or of `common` is not of its argument's type.
+        UserError: the YAML file is missing or malformed, an argument is named that `cls` does not have, one without a
+            default is missing, or a value of the file or of `common` is not of its argument's type.
         SystemExit: `--help` was given, or an option has a value that is not of its type.
     """
     argv = name_words(argv, cls, 0) if file else list(argv)
@@ -85,6 +85,7 @@ def parse_arguments(
     if file and argv and argv[0].endswith(YAML_ENDINGS):
         _use_as_defaults(parser, cls, read_yaml(argv[0]), argv.pop(0))
     _use_as_defaults(parser, cls, common or {}, "common")
+    _require_given(parser, argv)
     values, unknown = parser.parse_known_args(argv)
     if unknown:
         hint = suggest(_option_name(unknown[0]), vars(values), "--")
@@ -200,6 +201,18 @@ def given_options(options: Any) -> list[str]:
     """The names of the options of a dataclass that differ from their defaults; one without a default always does."""
     defaults = {one.name: _default_of(one).get("default", dataclasses.MISSING) for one in dataclasses.fields(options)}
     return [name for name, default in defaults.items() if getattr(options, name) != default]
+
+
+def _require_given(parser: ArgumentParser, argv: Sequence[str]) -> None:
+    """Raises UserError where a required option is missing, unless help is wanted.
+
+    The message repeats what the help says of it, such as that it is the second word, which argparse's own does not.
+    """
+    given = {_option_name(text) for text in argv if _is_option(text)}
+    absent = [action for action in parser._actions if action.required and action.dest not in given]
+    if absent and not given & {"h", "help"}:
+        missing = "; ".join(f"--{action.dest} is missing: {action.help}" for action in absent)
+        raise UserError(f"{missing}; `{parser.prog} --help` lists all options")
 
 
 def _default_of(field: dataclasses.Field[Any]) -> dict[str, Any]:

@@ -86,6 +86,18 @@ def test_the_command_tells_its_kinds(capsys: pytest.CaptureFixture[str]) -> None
     assert "unknown conversion 'gguf'" in capsys.readouterr().err
 
 
+def test_a_missing_folder_is_called_as_in_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "llama", "parent"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--destination is missing: folder to write (DST, the second argument)" in line
+    assert main(["convert", "check"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "(A, the first argument)" in line and "(B, the second argument)" in line
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", "llama", "--help"])
+    assert ended.value.code == 0
+
+
 def test_the_library_names_are_all_there() -> None:
     assert {name for name in convert.__all__ if getattr(convert, name) is None} == set()
     assert set(convert.__all__) <= set(dir(convert))
