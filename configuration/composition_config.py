@@ -128,6 +128,11 @@ class CompositionConfig(PortableConfig):
         return tuple(side for side in ("query", "key") if getattr(self, f"compose_{side}_wise"))
 
     @property
+    def has_output_bias(self) -> bool:
+        """Whether the output projection has a bias, as `attention_output_bias` says, or else `attention_bias`."""
+        return self.attention_bias if self.attention_output_bias is None else self.attention_output_bias
+
+    @property
     def composes(self) -> bool:
         """Whether heads are mixed at all; if not, the model is a plain Transformer."""
         return self.mixes_heads()

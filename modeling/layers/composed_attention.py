@@ -57,8 +57,7 @@ class ComposedAttention(nn.Module):
         self.q_proj = nn.Linear(hidden, query_size, bias=bias)
         self.k_proj = nn.Linear(hidden, key_size, bias=bias)
         self.v_proj = nn.Linear(hidden, key_size, bias=bias)
-        output_bias = bias if config.attention_output_bias is None else config.attention_output_bias
-        self.o_proj = nn.Linear(query_size, hidden, bias=output_bias)
+        self.o_proj = nn.Linear(query_size, hidden, bias=config.has_output_bias)
         self.q_norm = make_head_norm(config) if config.use_qk_norm else None
         self.k_norm = make_head_norm(config) if config.use_qk_norm else None
         self.composition = self.key_composition = None

@@ -92,11 +92,10 @@ def weight_map(config: Any) -> WeightMap:
     rules, drops = head_rules(config, (HEAD,), EMBEDDING)
     names = ["model.norm.weight"]
     names += [f"{LAYER}{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm")]
-    output_bias = config.attention_bias if config.attention_output_bias is None else config.attention_output_bias
     for kind in ("weight", "bias"):
         if kind == "weight" or config.attention_bias:
             names += [f"{LAYER}self_attn.{name}_proj.{kind}" for name in "qkv"]
-        if kind == "weight" or output_bias:
+        if kind == "weight" or config.has_output_bias:
             names += [f"{LAYER}self_attn.o_proj.{kind}"]
         if kind == "weight" or config.mlp_bias:
             names += [f"{LAYER}mlp.{name}.{kind}" for name in MLP]
