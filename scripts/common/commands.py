@@ -9,13 +9,13 @@ from .errors import UserError
 
 @dataclass(frozen=True)
 class CommandTable:
-    """Commands by name. The module of a command is imported when it is run, and has a `main(argv)`.
+    """Commands by name. The module of a command is imported when it is run, and has a function of `argv`.
 
     Attributes:
         prog: what a user types before the name of a command.
         noun: what messages call one of the commands, such as "command" or "direction".
         usage: what a user types after `prog`, such as "COMMAND".
-        commands: for each name its module and one line of help.
+        commands: for each name its module and one line of help. The function is `main`, or stands behind a colon.
         notes: lines at the end of the help.
     """
 
@@ -37,9 +37,9 @@ class CommandTable:
         name, *rest = argv
         if name not in self.commands:
             raise UserError(f"unknown {self.noun} {name!r}; choose from {', '.join(self.commands)}")
-        module, _ = self.commands[name]
+        module, _, function = self.commands[name][0].partition(":")
         try:
-            return import_module(module).main(rest)
+            return getattr(import_module(module), function or "main")(rest)
         except UserError as error:
             error.command = error.command or f"{self.prog} {name}"
             raise

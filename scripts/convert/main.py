@@ -14,11 +14,17 @@ CONVERSIONS = CommandTable(
     commands={
         "official": ("dynattn.scripts.convert.official.main", "DCFormer or DCPythia as the authors released them"),
         "rcmha": ("dynattn.scripts.convert.rcmha.main", "RCMHA, RMHA, MDHA or MHA as their authors' code stores them"),
-        "pythia": ("dynattn.scripts.convert.upcycle.pythia", "Pythia or another GPT-NeoX to DCPythia, same outputs"),
-        "llama": ("dynattn.scripts.convert.upcycle.llama", "Llama, Mistral, Qwen2 or Qwen3 to DCFormer, same outputs"),
-        "modernbert": ("dynattn.scripts.convert.upcycle.modernbert", "ModernBERT to DCModernBert, same outputs"),
-        "bart": ("dynattn.scripts.convert.upcycle.bart", "BART or Marian to DCBart, same outputs"),
-        "vit": ("dynattn.scripts.convert.upcycle.vit", "ViT, DeiT or DINOv2 to DCViT, same outputs"),
+        "pythia": (
+            "dynattn.scripts.convert.upcycle.main:pythia",
+            "Pythia or another GPT-NeoX to DCPythia, same outputs",
+        ),
+        "llama": (
+            "dynattn.scripts.convert.upcycle.main:llama",
+            "Llama, Mistral, Qwen2 or Qwen3 to DCFormer, same outputs",
+        ),
+        "modernbert": ("dynattn.scripts.convert.upcycle.main:modernbert", "ModernBERT to DCModernBert, same outputs"),
+        "bart": ("dynattn.scripts.convert.upcycle.main:bart", "BART or Marian to DCBart, same outputs"),
+        "vit": ("dynattn.scripts.convert.upcycle.main:vit", "ViT, DeiT or DINOv2 to DCViT, same outputs"),
         "consolidate": (
             "dynattn.scripts.pretrain.consolidate",
             "the shards of a checkpoint of dynattn pretrain to one model in Hugging Face format",

@@ -1,8 +1,4 @@
-"""Upcycling as a library function, and the command line that the families of parents share.
-
-A family has a module of its own beside this one (`bart`, `llama`, `modernbert`, `pythia`, `vit`), whose docstring is
-its `--help`.
-"""
+"""Upcycling as a library function, and the command of each family of parents."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -17,20 +13,34 @@ if TYPE_CHECKING:  # only for annotations: both need torch
     from .plan import Upcycling
 
 
-def main(kind: str, argv: Sequence[str], description: str | None, parent: str) -> int:
+HELP = """\
+Turns {what} with the same outputs; with --reverse back, if nothing is composed.
+
+Run: `dynattn convert {kind} SRC DST [--option value]`
+"""
+
+
+def main(kind: str, parent: str, what: str, argv: Sequence[str]) -> int:
     """Runs `dynattn convert KIND`: converts, tells what was read, dropped, written and verified; returns the status.
 
     Args:
         kind: the conversion's name on the command line.
-        argv: what follows the name.
-        description: for `--help`.
         parent: the name of the `Parent` in `dynattn.scripts.convert`, which imports it when the conversion begins.
+        what: which model it turns into which, for `--help`.
+        argv: what follows the name.
     """
 
     def convert(arguments: UpcycleArguments) -> "Upcycling":
         return upcycle_checkpoint(arguments, getattr(library, parent))
 
-    return conversion_main(kind, UpcycleArguments, argv, description, convert)
+    return conversion_main(kind, UpcycleArguments, argv, HELP.format(what=what, kind=kind), convert)
+
+
+bart = partial(main, "bart", "BART_MARIAN", "a BART or Marian into a DCBart")
+llama = partial(main, "llama", "LLAMA", "a Llama, Mistral or Qwen2/3 into a DCFormer")
+modernbert = partial(main, "modernbert", "MODERNBERT", "a ModernBERT into a DCModernBert")
+pythia = partial(main, "pythia", "NEOX", "a Pythia, or any GPT-NeoX, into a DCPythia")
+vit = partial(main, "vit", "VIT", "a ViT, DeiT or DINOv2 into a DCViT")
 
 
 def upcycle_checkpoint(arguments: UpcycleArguments, parent: "Parent") -> "Upcycling":
