@@ -60,7 +60,7 @@ def read_checkpoint(path: str) -> Checkpoint:
     raw = read_config(folder)
     config_class = _find_config_class(raw.get("model_type"), folder)
     weights = read_weights(folder)
-    check_sizes(raw, weights.shapes)
+    check_sizes(raw, {name: tensor.shape for name, tensor in weights.tensors.items()})
     try:
         config = config_class.from_pretrained(folder)
     except Exception as error:  # Transformers checks few fields, so bad values raise errors of many types

@@ -10,7 +10,7 @@ from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, OfflineMo
 from ...common.checkpoint_files import COMPANION_PATTERNS, TOKENIZER_PATTERNS
 from ...common.errors import UserError, first_line
 from ...common.folder_names import check_revision, may_be_on_the_hub, resolve_folder
-from .tensor_source import FORMATS
+from ...common.weight_files import FORMATS
 
 
 def locate(source: str, revision: str | None = None) -> Path:

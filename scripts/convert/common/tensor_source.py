@@ -1,7 +1,6 @@
 """Reading a checkpoint's tensors one by one, from safetensors or `.bin`, in one file or several."""
 
 import pickle
-import re
 import warnings
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -12,17 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.checkpoint_files import read_weight_map, require_inside
 from ...common.errors import REFUSED_PICKLE, UserError, first_line
 from ...common.safetensors_files import open_safetensors, read_header
+from ...common.weight_files import check_places, find_weight_files
 
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# How the names of weight files begin and end, the preferred ones first.
-FORMATS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
-NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state")
-# Suffixes under which others store what is read here as `.bin`.
-OTHER_PICKLES = (".pth", ".pt", ".ckpt")
-NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.\w+)")
 
 
 class Header(NamedTuple):
@@ -43,18 +36,10 @@ class TensorSource:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._loaded: tuple[Path, dict[str, Tensor]] | None = None
-        self.files, expected = find_weight_files(folder)
-        self.headers: dict[str, Header] = {}
-        for path in self.files:
-            for key, header in self._read_headers(path).items():
-                if not key.isprintable():
-                    raise UserError(f"{path.name} names a tensor {key!r}, with unprintable characters; rename it")
-                if key in self.headers:
-                    raise UserError(f"{key} is in {self.headers[key].path.name} and in {path.name}; keep one of them")
-                self.headers[key] = header
-        for key, path in expected.items():
-            if key not in self.headers or self.headers[key].path != path:
-                raise UserError(f"the index places {key} in {path}, which lacks it; copy or save the checkpoint again")
+        self.files, placed = find_weight_files(folder)
+        found = {path: self._read_headers(path) for path in self.files}
+        check_places(found, placed)
+        self.headers = {key: header for headers in found.values() for key, header in headers.items()}
 
     def read(self, key: str) -> Tensor:
         """Returns one tensor, `[...]` as in `shapes`, in its own dtype.
@@ -109,28 +94,6 @@ def common_dtype(headers: Mapping[str, Header]) -> torch.dtype:
     return dtype or torch.float32
 
 
-def find_weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Returns the weight files, and which tensors an index places in them.
-
-    As in Transformers, safetensors come before `.bin`, and a single file before shards.
-
-    Raises:
-        UserError: there are none, or one that an index or the numbering names is missing.
-    """
-    for stem, suffix in FORMATS:
-        if (single := folder / f"{stem}{suffix}").is_file():
-            return [require_inside(single)], {}
-        if (index := folder / f"{stem}{suffix}.index.json").is_file():
-            placed = read_weight_map(index)
-            return _require_files(sorted(set(placed.values())), index.name), placed
-        found = sorted(path for path in folder.glob(f"*{suffix}") if not path.stem.startswith(NO_WEIGHTS))
-        if found:
-            return _require_files(_complete_numbering(found), "their numbering"), {}
-    others = sorted(path.name for path in folder.glob("*") if path.suffix in OTHER_PICKLES)
-    rename = f"; if {others[0]} is a state dict, call it pytorch_model.bin" if others else "; give another folder"
-    raise UserError(f"{folder} has no weights (*.safetensors or *.bin){rename}")
-
-
 def load_pickle(path: Path) -> dict[str, Tensor]:
     """Returns the tensors `[...]` of a `torch.save` file by name, without running any code in it.
 
@@ -161,21 +124,3 @@ def _require_stored(path: Path, key: str, tensor: Tensor) -> None:
             f"{key} in {path} has shape {tuple(tensor.shape)}, but the file does not store all of its elements; "
             "save it again as a contiguous tensor"
         )
-
-
-def _complete_numbering(found: list[Path]) -> list[Path]:
-    """The files that should be there if some are called `...-00002-of-00003...`."""
-    expected = set(found)
-    for path in found:
-        if match := NUMBERED.fullmatch(path.name):
-            stem, _, count, suffix = match.groups()
-            expected |= {path.with_name(f"{stem}-{n:05d}-of-{count}{suffix}") for n in range(1, int(count) + 1)}
-    return sorted(expected)
-
-
-def _require_files(paths: list[Path], said_by: str) -> list[Path]:
-    for path in paths:
-        if not path.is_file():
-            raise UserError(f"{path} is missing, but {said_by} names it; copy it there")
-        require_inside(path)
-    return paths

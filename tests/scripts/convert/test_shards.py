@@ -13,9 +13,9 @@ from torch import Tensor
 
 from dynattn import DCFormerConfig
 from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.common.weight_files import find_weight_files
 from dynattn.scripts.convert.common.planning import meta_model, shapes_of
 from dynattn.scripts.convert.common.shards import cast
-from dynattn.scripts.convert.common.tensor_source import find_weight_files
 from dynattn.scripts.convert.common.weight_map import plan_export, written_shapes
 from dynattn.scripts.convert.official.export import to_json, to_official
 from dynattn.scripts.convert.official.layout import official_map

@@ -350,7 +350,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pickle": (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"), "there is model.bin"),
     "truncated": (truncate, "truncated"),
     "not safetensors": (lambda folder: (folder / "model.safetensors").write_bytes(b""), "truncated"),
-    "missing shard": (lambda folder: shard(folder)[0].unlink(), "which is not in that folder"),
+    "missing shard": (lambda folder: shard(folder)[0].unlink(), "missing, but model.safetensors.index.json names it"),
     "wrong shard": (swap_shards, "which lacks it"),
     "bad index": (
         lambda folder: shard(folder) and (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}'),

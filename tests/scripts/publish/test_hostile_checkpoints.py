@@ -163,7 +163,7 @@ def test_a_tensor_in_two_shards(checkpoint: Path, refused: Callable[..., str]) -
     save_file({"x": torch.ones(1), "lm_head.weight": torch.ones(61, 32)}, checkpoint / "b.safetensors")
     places = {**dict.fromkeys(weights, "a.safetensors"), "x": "b.safetensors"}
     (checkpoint / INDEX).write_text(json.dumps({"weight_map": places}))
-    assert "lm_head.weight is in b.safetensors and in another shard" in refused()
+    assert "lm_head.weight is in a.safetensors and in b.safetensors; keep one of them" in refused()
 
 
 @pytest.mark.parametrize(
