@@ -22,7 +22,7 @@ from .probe import (
     random_ids,
     rounding_between,
 )
-from .tensor_source import TensorSource, count_elements
+from .tensor_source import TensorSource
 
 DECODED = 8
 
@@ -83,9 +83,7 @@ def make_probe(folder: Path, *configs: PreTrainedConfig) -> Tensor:
     """
     windows = [getattr(config, "sliding_window", None) or 0 for config in configs]
     heads = max(getattr(config, "num_attention_heads", 1) for config in configs)
-    affordable = min(
-        affordable_tokens(count_elements(TensorSource(folder).shapes.values())), longest_within_memory(2, heads)
-    )
+    affordable = min(affordable_tokens(TensorSource(folder).elements), longest_within_memory(2, heads))
     shortest = min(getattr(config, "max_position_embeddings", None) or PROBE_WITHOUT_WINDOW for config in configs)
     if shortest <= DECODED:
         raise UserError(f"max_position_embeddings={shortest} is too short for a comparison, which needs {DECODED + 1}")

@@ -15,7 +15,7 @@ from ...common.checkpoint_files import read_config
 from ...common.checkpoint_loading import is_unknown
 from ...common.errors import UserError, first_line, last_line, refusal_of
 from .probe import Probe
-from .tensor_source import TensorSource, count_elements
+from .tensor_source import TensorSource
 
 logger = logging.get_logger(__name__)
 
@@ -119,7 +119,7 @@ def find_misfits(info: dict[str, Any], *kinds: str) -> str:
 
 def require_memory(folder: Path) -> None:
     """Raises UserError where the machine has less memory than the weights in `folder` need in float32."""
-    needed = torch.float32.itemsize * count_elements(TensorSource(folder).shapes.values())
+    needed = torch.float32.itemsize * TensorSource(folder).elements
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
         raise UserError(

@@ -58,6 +58,11 @@ class TensorSource:
         """Every tensor's shape."""
         return {key: header.shape for key, header in self.headers.items()}
 
+    @property
+    def elements(self) -> int:
+        """The number of elements of all tensors."""
+        return count_elements(self.shapes.values())
+
     def _read_headers(self, path: Path) -> dict[str, Header]:
         if path.suffix != ".safetensors":
             return {key: Header(path, tensor.shape, tensor.dtype) for key, tensor in self._load(path).items()}

@@ -13,7 +13,7 @@ from ..common.driver import ConversionPlan
 from ..common.dropout import warn_of_dropout
 from ..common.model_loading import load_config
 from ..common.planning import check_import, check_shapes, choose_dtype, in_file_order, meta_model, shapes_of
-from ..common.tensor_source import TensorSource, count_elements
+from ..common.tensor_source import TensorSource
 from ..common.weight_map import plan_export, plan_import
 from ..common.writing import write_ours
 from .arguments import OfficialArguments
@@ -59,7 +59,7 @@ class Conversion(ConversionPlan):
     def describe_source(self) -> str:
         return (
             f"{self.official.family}, {self.config.num_hidden_layers} layers, {self.config.num_attention_heads} heads, "
-            f"{count_elements(self.source.shapes.values()):,} elements"
+            f"{self.source.elements:,} elements"
         )
 
     def details(self) -> Iterator[tuple[str, str]]:

@@ -43,7 +43,7 @@ class RCMHAConversion(ConversionPlan):
     def parameters(self) -> tuple[int, int]:
         """How many elements are read, and how many are written."""
         written = written_shapes(self.steps, self.source.shapes)
-        return count_elements(self.source.shapes.values()), count_elements(written.values())
+        return self.source.elements, count_elements(written.values())
 
     def write_config(self, folder: Path) -> Iterable[str]:
         if not self.arguments.reverse:

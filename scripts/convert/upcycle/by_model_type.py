@@ -148,10 +148,18 @@ def _generation_settings(folder: Path) -> dict[str, Any]:
 
 
 TOKENIZER = Preprocessor(
-    *("tokenizer", TOKENIZER_PATTERNS, "tokenizer_config.json", "tokenizer_class"),
-    *(_tokenizer_behaviour, _default_tokenizer),
+    word="tokenizer",
+    patterns=TOKENIZER_PATTERNS,
+    file="tokenizer_config.json",
+    field="tokenizer_class",
+    behaviour=_tokenizer_behaviour,
+    default=_default_tokenizer,
 )
 IMAGE_PROCESSOR = Preprocessor(
-    *("image processor", ("preprocessor_config.json",), "preprocessor_config.json", "image_processor_type"),
-    *(_image_processor_behaviour, _default_image_processor),
+    word="image processor",
+    patterns=("preprocessor_config.json",),
+    file="preprocessor_config.json",
+    field="image_processor_type",
+    behaviour=_image_processor_behaviour,
+    default=_default_image_processor,
 )

@@ -1,18 +1,15 @@
 """How far a model's composition is from the identity, measured on its weights."""
 
 import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 
-from dynattn.families import FAMILIES
 from dynattn.modeling.layers.head_composition import DynamicComposition
 
 from ...common.errors import UserError
-from ..common.planning import meta_model
 from ..common.tensor_source import TensorSource
-from .new_parameters import generators_of
 
 
 class Term(NamedTuple):
@@ -24,15 +21,8 @@ class Term(NamedTuple):
     name: str
 
 
-def terms(source: TensorSource, config: Any) -> Iterator[Term]:
-    """Every term of every layer. A low-rank term is as large as its second factor, which is zero at an exact start."""
-    model = meta_model(config, FAMILIES[config.model_type].main_auto_class)
-    for name, module in generators_of(model).items():
-        yield from _terms_of(source, name, module)
-
-
-def _terms_of(source: TensorSource, name: str, module: DynamicComposition) -> Iterator[Term]:
-    """The terms of one generator."""
+def terms(source: TensorSource, name: str, module: DynamicComposition) -> Iterator[Term]:
+    """The terms of one generator. A low-rank one is as large as its second factor, which is zero at an exact start."""
     place = place_of(name)
     dynamic = [(stage, side) for stage in module.stages for side in module.sides]
     if (key := f"{name}.factor_weight") in source.headers:
@@ -63,9 +53,9 @@ def size_of(weights: Tensor) -> float:
     return weights.abs().max().nan_to_num(nan=float("inf"), posinf=float("inf")).item()
 
 
-def require_identity(source: TensorSource, config: Any) -> None:
-    """Raises UserError, naming the largest term, where the composition is not exactly the identity."""
-    largest = max(terms(source, config), default=None)
+def require_identity(source: TensorSource, generators: Mapping[str, DynamicComposition]) -> None:
+    """Raises UserError, naming the largest term, where the generators, given by name, do not make the identity."""
+    largest = max((term for name, module in generators.items() for term in terms(source, name, module)), default=None)
     if largest is not None and largest.size > 0:
         raise UserError(
             f"the model composes heads, which the parent cannot: the largest term is the {largest.name} of stage "

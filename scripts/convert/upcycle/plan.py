@@ -17,7 +17,7 @@ from ..common.dropout import warn_of_dropout
 from ..common.model_loading import load_for_probe
 from ..common.planning import check_import, check_shapes, choose_dtype, in_file_order, meta_model, shapes_of
 from ..common.probe import Comparison, Probe, compare_answers
-from ..common.tensor_source import TensorSource, count_elements
+from ..common.tensor_source import TensorSource
 from ..common.weight_map import plan_export, plan_import
 from ..common.writing import write_transformers_config
 from .arguments import UpcycleArguments
@@ -93,7 +93,7 @@ class Upcycling(ConversionPlan):
     def describe_source(self) -> str:
         return (
             f"{self.config.num_hidden_layers} layers, {self.config.num_attention_heads} heads, "
-            f"{count_elements(self.source.shapes.values()):,} elements"
+            f"{self.source.elements:,} elements"
         )
 
     def effects(self) -> Iterator[tuple[str, str]]:
@@ -145,9 +145,8 @@ def plan_plain(arguments: UpcycleArguments, raw: dict[str, Any], source: TensorS
     config = make_config(parent.restore, ours)
     model = meta_model(ours, auto_class_with_head(ours))
     expected = shapes_of(model)
-    composition = sorted(
-        f"{name}.{part}" for name, module in generators_of(model).items() for part in module.state_dict()
-    )
+    generators = generators_of(model)
+    composition = sorted(f"{name}.{part}" for name, module in generators.items() for part in module.state_dict())
     if absent := [key for key in composition if key not in source.headers]:
         raise UserError(f"the weights lack {absent[0]} ({len(absent)} in all); config.json asks for it")
     tied: dict[str, str] = model.all_tied_weights_keys
@@ -155,7 +154,7 @@ def plan_plain(arguments: UpcycleArguments, raw: dict[str, Any], source: TensorS
     steps = plan_export(parent.weight_map(ours), own - set(composition))
     check_shapes(source, {key: shape for key, shape in expected.items() if key in own})
     check_copies(source, tied)
-    require_identity(source, ours)
+    require_identity(source, generators)
     return Upcycling(
         arguments=arguments,
         source=source,

@@ -137,13 +137,12 @@ def _dino_fields(config: Any) -> dict[str, Any]:
         "use_swiglu_ffn": gated,
         "layerscale_value": config.layer_scale_init,
         "drop_path_rate": config.drop_path_rate,
-        "num_register_tokens": config.num_register_tokens,
     }
     if gated:
         require_fields(config, {"hidden_act": "silu"}, "DINOv2")
         own["hidden_act"] = "gelu"  # which a gated one does not read
-    if not config.num_register_tokens:
-        del own["num_register_tokens"]
+    if config.num_register_tokens:
+        own["num_register_tokens"] = config.num_register_tokens
     for ratio in range(1, 33):
         plain = Dinov2Config(hidden_size=config.hidden_size, mlp_ratio=ratio, use_swiglu_ffn=gated)
         if intermediate_size(plain) == config.intermediate_size:
