@@ -91,7 +91,7 @@ def load_for_probe(
         with quiet_loading():
             loaded: Any = getattr(transformers, auto_class).from_pretrained(folder, config=config, **options)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise UserError(f"the model in {folder} does not load: {last_line(error)}") from error
+        raise UserError(f"the model in {folder} does not load: {refusal_of(error)}") from error
     model, info = loaded
     info["missing_keys"] = [name for name in info["missing_keys"] if not name.startswith(probe.unread)]
     if misfits := find_misfits(info, "missing_keys", "mismatched_keys"):

@@ -1,6 +1,7 @@
 """Comparing what two models answer: shapes, logits, and generated tokens, of which one may give fewer."""
 
 import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +74,14 @@ def test_a_weight_of_another_shape_is_named(tmp_path: Path) -> None:
         load_for_probe(tmp_path, TEXT)
     with pytest.raises(UserError, match=rf"do not fit the converted configuration: .*{name}"):
         load_converted(tmp_path, torch.float32)
+
+
+def test_what_transformers_misses_in_an_index_is_named_as_such(tmp_path: Path) -> None:
+    DCFormerForCausalLM(DCFormerConfig.from_size("tiny")).save_pretrained(tmp_path, max_shard_size="1MB")
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": json.loads(path.read_text())["weight_map"]}))
+    with pytest.raises(UserError, match="does not load: KeyError: 'metadata'"):
+        load_for_probe(tmp_path, TEXT)
 
 
 @pytest.mark.parametrize(("window", "length"), [(100, 208), (4096, 2364)])
