@@ -161,6 +161,7 @@ def test_reverse_refuses_what_no_parent_has(tmp_path: Path, capsys: pytest.Captu
         ("attention_scaling", 0.5, None),
         ("attention_output_bias", False, True),
         ("normalize_before", True, False),
+        ("head_dim", 3, 12),
     ):
         edit_config(tmp_path / "ours", **{field: value})
         assert f"{field} is {value}, but a Marian model can only have {needed}" in refusal(capsys, *command)

@@ -10,7 +10,7 @@ from transformers import BartConfig, MarianConfig, PreTrainedConfig
 from ....common.errors import UserError
 from ...common.translation_probe import TRANSLATION
 from ...common.weight_map import Drop, Rule, WeightMap
-from .interface import Parent, implied_attention, require_fields, shared_fields
+from .interface import Parent, implied_attention, plain_heads, require_fields, shared_fields
 
 SHARED = (
     *("vocab_size", "decoder_layers", "max_position_embeddings", "scale_embedding", "activation_dropout", "use_cache"),
@@ -79,10 +79,9 @@ def restore(config: Any) -> PreTrainedConfig:
     """
     is_marian = config.position_embedding_type == "sinusoidal"
     family, own = ("Marian", MARIAN) if is_marian else ("BART", BART)
-    needed = {**own, "normalize_before": False, "use_qk_norm": False, "attention_bias": True, "layer_norm_eps": 1e-5}
-    same = {"num_key_value_heads": config.num_attention_heads, "tie_word_embeddings": True}
-    same |= implied_attention(config)
-    require_fields(config, {**needed, **same}, family)
+    needed = {**own, "normalize_before": False, "attention_bias": True, "layer_norm_eps": 1e-5}
+    needed |= {"tie_word_embeddings": True, **plain_heads(config), **implied_attention(config)}
+    require_fields(config, needed, family)
     fields = shared_fields(config, SHARED) | {theirs: getattr(config, ours) for ours, theirs in RENAMED.items()}
     fields |= {decoder: fields[encoder] for encoder, decoder in PAIRS.items()}
     fields["init_std"] = float(fields["init_std"])

@@ -92,6 +92,12 @@ def require_rotary(config: PreTrainedConfig, family: str) -> None:
         raise UserError(f"rope_parameters is {rope!r}, but a {family} model has one set, of a type that it knows")
 
 
+def plain_heads(config: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of ours, and their values, for parents whose heads divide the hidden size and have keys of their own."""
+    heads = config.num_attention_heads
+    return {"use_qk_norm": False, "num_key_value_heads": heads, "head_dim": config.hidden_size // heads}
+
+
 def implied_attention(config: PreTrainedConfig) -> dict[str, Any]:
     """Fields of our attention for which the parents have none, and the values that their code gives them."""
     implied: dict[str, Any] = {"attention_scaling": None}

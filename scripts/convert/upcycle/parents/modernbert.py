@@ -10,7 +10,7 @@ from transformers import ModernBertConfig, PreTrainedConfig
 from ...common.encoder_probe import ENCODER
 from ...common.transforms import Split
 from ...common.weight_map import Drop, Rule, WeightMap
-from .interface import Parent, class_head, require_fields, shared_fields
+from .interface import Parent, class_head, plain_heads, require_fields, shared_fields
 
 SHARED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -42,13 +42,7 @@ def restore(config: Any) -> PreTrainedConfig:
     Raises:
         UserError: ModernBERT lacks something that the model has.
     """
-    needed = {
-        "use_qk_norm": False,
-        "num_key_value_heads": config.num_attention_heads,
-        "head_dim": config.hidden_size // config.num_attention_heads,
-        "attention_output_bias": None,
-        "attention_scaling": None,
-    }
+    needed = {**plain_heads(config), "attention_output_bias": None, "attention_scaling": None}
     require_fields(config, needed, "ModernBERT")
     name = "ModernBert" + class_head(config, HEADS)
     fields = shared_fields(config, SHARED)

@@ -9,7 +9,15 @@ from transformers import GPTNeoXConfig, PreTrainedConfig
 
 from ...common.transforms import Interleaved
 from ...common.weight_map import Drop, Rule, WeightMap
-from .interface import Parent, head_rules, implied_attention, require_fields, require_rotary, shared_fields
+from .interface import (
+    Parent,
+    head_rules,
+    implied_attention,
+    plain_heads,
+    require_fields,
+    require_rotary,
+    shared_fields,
+)
 
 SHARED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act"),
@@ -38,10 +46,8 @@ def restore(config: Any) -> PreTrainedConfig:
         UserError: GPT-NeoX lacks something that the model has.
     """
     needed = {
-        "use_qk_norm": False,
+        **plain_heads(config),
         "mlp_bias": True,
-        "num_key_value_heads": config.num_attention_heads,
-        "head_dim": config.hidden_size // config.num_attention_heads,
         "layer_types": ["full_attention"] * config.num_hidden_layers,
         **implied_attention(config),
     }

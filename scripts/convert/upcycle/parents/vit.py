@@ -15,7 +15,7 @@ from ....common.errors import UserError
 from ...common.image_probe import IMAGES
 from ...common.transforms import Split
 from ...common.weight_map import Drop, Rule, WeightMap
-from .interface import Parent, class_head, require_fields, shared_fields
+from .interface import Parent, class_head, plain_heads, require_fields, shared_fields
 
 SHARED = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size", "num_channels"),
@@ -92,12 +92,10 @@ def restore(config: Any) -> PreTrainedConfig:
         UserError: none of the parents has it.
     """
     needed = {
-        "use_qk_norm": False,
+        **plain_heads(config),
         "position_embedding_type": "learned",
         "use_class_token": True,
         "representation_size": None,
-        "num_key_value_heads": config.num_attention_heads,
-        "head_dim": config.hidden_size // config.num_attention_heads,
         "attention_output_bias": True,
         "attention_scaling": None,
     }
