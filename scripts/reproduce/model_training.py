@@ -59,8 +59,12 @@ def learning_rate_factor(step: int, steps: int) -> float:
     return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
 
 
-def count_flops(call: Callable[[], object]) -> int:
-    """Floating point operations of all products of matrices, and of convolutions, that a call makes."""
+def forward_flops(model: PreTrainedModel, *inputs: Tensor, **options: Any) -> int:
+    """Floating point operations of all products of matrices, and of convolutions, in a forward pass on these inputs.
+
+    They are counted on the reference implementation, whose products PyTorch counts.
+    """
+    model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        call()
+        model(*inputs, **options)
     return counter.get_total_flops()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..model_training import count_flops, train_steps
+from ..model_training import forward_flops, train_steps
 from ..paired_study.job import Run
 from .arms import Shape, make_model
 from .generated import TRANSFORMATIONS, VOCABULARY, draw_pairs
@@ -68,23 +68,17 @@ def run_one(run: Run) -> dict[str, Any]:
     sizes = SIZES[run.quick][run.task]
     model, (metrics, details) = TASKS[run.task](run, sizes)
     seconds = time.process_time() - began
+    tokens = torch.ones(1, sizes.longest, dtype=torch.long)
     return {
         "run": asdict(run),
         "sizes": asdict(sizes),
         "parameters": model.num_parameters(),
-        "flops": forward_flops(model, sizes.longest),
+        "flops": forward_flops(model, input_ids=tokens, decoder_input_ids=tokens, use_cache=False),
         # A model that diverged also answers, but says nothing about what it could have learned.
         "metrics": dict.fromkeys(metrics, math.nan) if math.isnan(metrics["loss"]) else metrics,
         "details": details,
         "cpu_seconds": seconds,
     }
-
-
-def forward_flops(model: PreTrainedModel, length: int) -> int:
-    """FLOPs for one pair of that length, counted on the reference implementation, whose products PyTorch counts."""
-    model.set_attn_implementation("eager")
-    tokens = torch.ones(1, length, dtype=torch.long)
-    return count_flops(lambda: model(input_ids=tokens, decoder_input_ids=tokens, use_cache=False))
 
 
 def run_sequences(run: Run, sizes: TaskSizes) -> tuple[PreTrainedModel, Outcome]:

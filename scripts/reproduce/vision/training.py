@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....modeling.modeling_dcvit import DCViTForImageClassification
-from ..model_training import count_flops, train_steps
+from ..model_training import forward_flops, train_steps
 from ..paired_study.job import Run
 from .arms import PARENT, Shape, continue_parent, make_model
 from .digits import FOLDS, load_digits, splits
@@ -81,21 +81,14 @@ def run_one(run: Run) -> dict[str, Any]:
     sizes = SIZES[run.quick][run.task]
     metrics = TASKS[run.task](run, sizes)
     model = make_model(run.arm, sizes.shape, run.seed)
-    image = torch.zeros(1, 1, sizes.shape.image, sizes.shape.image)
     return {
         "run": asdict(run),
         "sizes": asdict(sizes),
         "parameters": model.num_parameters(),
-        "flops": forward_flops(model, image),
+        "flops": forward_flops(model, torch.zeros(1, 1, sizes.shape.image, sizes.shape.image)),
         "metrics": metrics,
         "cpu_seconds": time.process_time() - began,
     }
-
-
-def forward_flops(model: DCViTForImageClassification, image: Tensor) -> int:
-    """FLOPs for one image `[1, 1, h, w]`, counted on the reference implementation, whose products PyTorch counts."""
-    model.set_attn_implementation("eager")
-    return count_flops(lambda: model(image))
 
 
 def run_digits(run: Run, sizes: TaskSizes) -> Metrics:
