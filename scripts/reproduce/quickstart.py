@@ -10,7 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     table = comparison(output)
     (output / "table.md").write_text(table + "\n", encoding="utf-8")
     write_json(output / "record.json", record(output), indent=1)
-    draw_plot(output)
+    draw_losses({label: output / name for name, label in MODELS.items()}, output / "losses.png")
     print(f"\n{table}\n\n{placement(output, arguments)}", flush=True)
     generate(output / "dcformer" / "model")
     print(closing_words(output))
@@ -196,11 +196,26 @@ def record(output: Path) -> dict[str, Any]:
     }
 
 
-def draw_plot(output: Path) -> None:
-    """Draws the loss curves of both runs."""
-    from .plots import draw_losses  # Matplotlib is not needed before the runs have ended
+def draw_losses(runs: Mapping[str, Path], path: Path) -> None:
+    """Draws training losses (lines) and validation losses (dots) of runs, by label, from their `metrics.jsonl`."""
+    from ..common.figures import plt, save  # Matplotlib is not needed before the runs have ended
 
-    draw_losses({label: output / name for name, label in MODELS.items()}, output / "losses.png")
+    figure, axes = plt.subplots(figsize=(7, 4.5), dpi=150, layout="tight")
+    for color, (label, run) in zip(plt.rcParams["axes.prop_cycle"].by_key()["color"], runs.items(), strict=False):
+        train, validation = (read_metrics(run / "metrics.jsonl", split) for split in ("train", "validation"))
+        axes.plot([line["tokens"] for line in train], [line["loss"] for line in train], color=color, lw=1, alpha=0.6)
+        axes.plot(
+            [line["tokens"] for line in validation],
+            [line["loss"] for line in validation],
+            color=color,
+            marker="o",
+            label=f"{label} (dots: validation)",
+        )
+    axes.set_xlabel("training tokens")
+    axes.set_ylabel("loss, nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save(figure, path)
 
 
 def read_result(output: Path, name: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.reproduce import quickstart
-from dynattn.scripts.reproduce.plots import draw_losses
+from dynattn.scripts.reproduce.quickstart import draw_losses
 
 RECORDS = Path(__file__).parents[3] / "model_cards" / "records" / "quickstart"
 
