@@ -72,14 +72,15 @@ class Arm:
         return None
 
 
-# The first is the baseline, and the next two the other sides of the question that was asked before the runs.
+# The question that was asked before the runs: whether full composition solves what plain attention does, the baseline,
+# and plain attention with twice the heads.
+PLAIN, TWICE, FULL = QUESTION = ("plain", "plain-2h", "full")
 ARMS = {
-    "plain": Arm(ATTENTIONS["plain"].label, ATTENTIONS["plain"].fields),
-    "plain-2h": Arm("plain, twice the heads", ATTENTIONS["plain"].fields, times_heads=2),
-    **{name: Arm(one.label, one.fields) for name, one in ATTENTIONS.items() if name != "plain"},
+    PLAIN: Arm(ATTENTIONS["plain"].label, ATTENTIONS["plain"].fields),
+    TWICE: Arm("plain, twice the heads", ATTENTIONS["plain"].fields, times_heads=2),
+    **{name: Arm(one.label, one.fields) for name, one in ATTENTIONS.items() if name != PLAIN},
     "mdha": Arm("MDHA", attention_type="mdha"),
     "rcmha": Arm("RCMHA", attention_type="rcmha"),
 }
-QUESTION = ("plain", "plain-2h", "full")
 # Their runs come first, so that a study that ends early has answered its question.
 FIRST = (*QUESTION, "talking-heads")

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...common.environment import of_runs
 from ...common.paired import add_holm
-from .arms import ARMS, QUESTION
+from .arms import ARMS, FULL, PLAIN, TWICE
 from .log_rank import log_rank
 from .plan import Place
 
@@ -29,7 +29,7 @@ def with_tests(record: Mapping[str, Any]) -> Record:
     """A record with the log-rank tests of its arms, in the place of those that it may have already."""
     tasks = [{**task, "log_rank": _tests(task["arms"])} for task in record["tasks"]]
     _correct(tasks)
-    over_tasks = {f"{QUESTION[2]} against {other}": _over_tasks(tasks, other) for other in QUESTION[:2]}
+    over_tasks = {f"{FULL} against {other}": _over_tasks(tasks, other) for other in (PLAIN, TWICE)}
     return {**record, "tasks": tasks, "over_tasks": over_tasks}
 
 
@@ -51,18 +51,18 @@ def _task_record(place: Place, runs: Sequence[Mapping[str, Any]], settings: Mapp
 
 def _tests(arms: Mapping[str, Any]) -> Record:
     """The tests of one task: each arm against the baseline, and full composition against twice the heads."""
+    pairs = [*((name, PLAIN) for name in arms if name != PLAIN), (FULL, TWICE)]
     return {
-        f"{name} against {baseline}": log_rank([(arms[name]["solved_at"], arms[baseline]["solved_at"])])
-        for baseline in QUESTION[:2]
-        for name in arms
-        if baseline in arms and name != baseline and (baseline == QUESTION[0] or name == QUESTION[2])
+        f"{name} against {other}": log_rank([(arms[name]["solved_at"], arms[other]["solved_at"])])
+        for name, other in pairs
+        if {name, other} <= set(arms)
     }
 
 
 def _over_tasks(tasks: Sequence[Record], other: str) -> dict[str, float | None]:
     """The test of full composition against another arm, stratified by task, layers and heads."""
-    both = [task["arms"] for task in tasks if {QUESTION[2], other} <= set(task["arms"])]
-    return log_rank([(arms[QUESTION[2]]["solved_at"], arms[other]["solved_at"]) for arms in both])
+    both = [task["arms"] for task in tasks if {FULL, other} <= set(task["arms"])]
+    return log_rank([(arms[FULL]["solved_at"], arms[other]["solved_at"]) for arms in both])
 
 
 def _correct(tasks: Sequence[Record]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...common import markdown
-from .arms import ARMS, QUESTION
+from .arms import ARMS, FULL, PLAIN, QUESTION, TWICE
 from .record import Record
 
 
@@ -23,7 +23,7 @@ def answer(record: Mapping[str, Any]) -> str:
     for task in record["tasks"]:
         if all(name in task["arms"] for name in QUESTION):
             counts = [_count(task["arms"][name]) for name in QUESTION]
-            pairs = [task["log_rank"][f"full against {name}"] for name in QUESTION[:2]]
+            pairs = [task["log_rank"][f"{FULL} against {other}"] for other in (PLAIN, TWICE)]
             rows.append([_name(task), *counts, *(_p(pair) for pair in pairs)])
     if not rows:
         return "No task has finished runs of all sides yet."
@@ -35,7 +35,7 @@ def _over_tasks(tests: Mapping[str, Mapping[str, Any]]) -> str:
     found = [
         f"against {ARMS[other].label} "
         + ("nothing tells them apart" if test["p"] is None else f"p = {test['p']:.2g} ({test['deviation']:+.1f} runs)")
-        for other, test in ((other, tests[f"{QUESTION[2]} against {other}"]) for other in QUESTION[:2])
+        for other, test in ((other, tests[f"{FULL} against {other}"]) for other in (PLAIN, TWICE))
     ]
     return f"Over all tasks (log-rank test stratified by task), DCMHA {', and '.join(found)}; + is more, or earlier."
 
@@ -87,7 +87,7 @@ def _task_table(task: Record) -> str:
     head = ["", "parameters", "solved", "sequences to solve, mean", "accuracy at the end, mean", "p against plain"]
     rows = []
     for name, arm in task["arms"].items():
-        test = task["log_rank"].get(f"{name} against plain")
+        test = task["log_rank"].get(f"{name} against {PLAIN}")
         accuracy = f"{statistics.mean(arm['accuracy']):.3f}"
         sequences = f"{arm['mean_sequences']:,.0f}"
         cells = [f"{arm['parameters']:,}", _count(arm), sequences, accuracy, _p(test) if test else ""]
