@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from ...common.figures import plt, save
+from .record import key_of
 
 STYLES = {"off": "-", "on": "--", "wide": ":"}
 LABELS = {"off": "plain", "on": "composed", "wide": "plain, wider MLP"}
@@ -33,8 +34,7 @@ def draw_lengths(record: Mapping[str, Any], path: Path) -> None:
 
 def _draw_lengths(axes: Axes, record: Mapping[str, Any], task: str, colors: Mapping[str, str]) -> None:
     for cell in (cell for cell in record["cells"] if cell["task"] == task):
-        names = ("task", "scheme", "composition")
-        runs = [run for run in record["runs"] if all(run[name] == cell[name] for name in names)]
+        runs = [run for run in record["runs"] if key_of(run) == key_of(cell)]
         values = np.array([run["exact_match"] for run in runs])
         lengths, color = np.arange(1, values.shape[1] + 1), colors[cell["scheme"]]
         axes.plot(lengths, values.mean(0), STYLES[cell["composition"]], color=color, lw=1.4, label=_label(cell))

@@ -10,6 +10,8 @@ from ...common.paired import add_holm, interval_in_words, p_in_words, paired_dif
 
 Record = dict[str, Any]
 
+# What identifies a cell: the runs that differ in their seed alone.
+CELL = ("task", "scheme", "composition")
 GATE = 0.95
 # Answers of one bit out of two are half right by chance, so that ranks of schemes would mean nothing.
 UNRANKED = ("parity",)
@@ -42,10 +44,10 @@ def falls_below_half(run: Mapping[str, Any]) -> int | None:
 def make_record(settings: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> Record:
     """Everything that the table and the plot are made from; runs of a cell are in the order of their seeds."""
     cells = []
-    for key in dict.fromkeys((run["task"], run["scheme"], run["composition"]) for run in runs):
-        here = [run for run in runs if (run["task"], run["scheme"], run["composition"]) == key]
+    for key in dict.fromkeys(map(key_of, runs)):
+        here = [run for run in runs if key_of(run) == key]
         cells.append({
-            **dict(zip(("task", "scheme", "composition"), key, strict=True)),
+            **dict(zip(CELL, key, strict=True)),
             "learning_rate": here[0]["learning_rate"],
             "parameters": here[0]["parameters"],
             "learned": sum(trained_match(run) >= GATE for run in here),
@@ -66,24 +68,21 @@ def make_record(settings: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) 
     }
 
 
-def find(cells: Sequence[Mapping[str, Any]], task: str, scheme: str, composition: str) -> Mapping[str, Any] | None:
-    """The cell of these names, if there is one."""
-    wanted = (task, scheme, composition)
-    return next((cell for cell in cells if (cell["task"], cell["scheme"], cell["composition"]) == wanted), None)
+def key_of(one: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of a cell, or of the one that a run belongs to."""
+    return tuple(one[name] for name in CELL)
 
 
 def composition_differences(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Composed minus plain on untrained lengths, paired by seed; p corrected by Holm over the schemes of a task."""
-    differences: list[dict[str, Any]] = []
-    for task in dict.fromkeys(cell["task"] for cell in cells):
-        here = []
-        for scheme in dict.fromkeys(cell["scheme"] for cell in cells if cell["task"] == task):
-            on, off = find(cells, task, scheme, "on"), find(cells, task, scheme, "off")
-            if on is not None and off is not None:
-                values = [cell["longer_lengths"]["values"] for cell in (on, off)]
-                here.append({"task": task, "scheme": scheme, **paired_difference(*values)})
-        add_holm(here)
-        differences += here
+    values = {key_of(cell): cell["longer_lengths"]["values"] for cell in cells}
+    pairs = [(task, scheme) for task, scheme, name in values if name == "off" and (task, scheme, "on") in values]
+    differences = [
+        {"task": task, "scheme": scheme, **paired_difference(values[task, scheme, "on"], values[task, scheme, "off"])}
+        for task, scheme in pairs
+    ]
+    for task in dict.fromkeys(task for task, _ in pairs):
+        add_holm([one for one in differences if one["task"] == task])
     return differences
 
 
