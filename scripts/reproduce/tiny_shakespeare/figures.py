@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 
 from ...common.figures import make_panels, plt, save
 from .plan import GROUPS, TYPES
+from .record import cells_by_group
 
 COLORS = dict(zip(TYPES, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
 PANELS_PER_ROW, PANEL, DPI = 4, (5, 4.8), 110
@@ -21,11 +22,11 @@ def draw_curves(record: Mapping[str, Any], path: Path) -> None:
 
     Bands are one standard deviation over seeds to each side.
     """
-    groups = [name for name in GROUPS if any(cell["group"] == name for cell in record["cells"])]
+    groups = cells_by_group(record)
     figure, panels = make_panels(len(groups), PANELS_PER_ROW, PANEL, DPI)
-    for axes, group in zip(panels, groups, strict=True):
+    for axes, (group, cells) in zip(panels, groups.items(), strict=True):
         of_type: dict[str, int] = dict.fromkeys(TYPES, 0)
-        for cell in (cell for cell in record["cells"] if cell["group"] == group):
+        for cell in cells:
             kind = _type_of(cell)
             style = {"color": COLORS[kind], "ls": LINES[of_type[kind] % len(LINES)]}
             _draw_curve(axes, cell, [run for run in record["runs"] if _is_of(run, cell)], style)
@@ -41,11 +42,10 @@ def draw_curves(record: Mapping[str, Any], path: Path) -> None:
 
 def draw_bars(record: Mapping[str, Any], path: Path) -> None:
     """Draws validation accuracy as bars with standard deviation and every seed, and the paper's figures beside them."""
-    groups = [name for name in GROUPS if any(cell["group"] == name for cell in record["cells"])]
-    cells = {group: [cell for cell in record["cells"] if cell["group"] == group] for group in groups}
+    groups = cells_by_group(record)
     figure, (*panels, last) = make_panels(len(groups) + 1, PANELS_PER_ROW, PANEL, DPI)
-    for axes, group in zip(panels, groups, strict=True):
-        _draw_bars(axes, cells[group])
+    for axes, (group, cells) in zip(panels, groups.items(), strict=True):
+        _draw_bars(axes, cells)
         axes.set_title(_title(group), fontsize=9)
         axes.set_ylabel("validation accuracy")
     quoted = record["quoted"]["accuracy"]

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 
-from ...common.atomic_file import read_json, without_nan, write_json, write_whole
+from ...common.atomic_file import read_json, write_json, write_whole
 from ...common.compiler import check_compiler
 from ...common.environment import provenance, source_commit
 from ...common.errors import UserError
 from ...common.folder_names import make_folder, resolve_folder
 from ...common.token_streams import TokenStreams
-from ...compare.study_folder import lock_of, other_commits
+from ...compare.study_folder import RECORD, TABLE, lock_of, other_commits, write_record
 from .arguments import StudyArguments
 from .figures import draw_bars, draw_curves
 from .plan import GROUPS, MOST_PASSES, OFFICIAL_WARMUP, QUICK, SETTINGS, WARMUP_SHARE, Group, Run, Setting, plan
@@ -21,7 +21,7 @@ from .table import format_record
 from .text import Corpus, load_corpus
 from .training import run_one
 
-RECORD, TABLE, CURVES, BARS, PROBE = "record.json", "table.md", "curves.png", "bars.png", "probe.json"
+CURVES, BARS, PROBE = "curves.png", "bars.png", "probe.json"
 
 
 def run_study(arguments: StudyArguments) -> str:
@@ -131,7 +131,7 @@ def report(output: Path) -> str:
     probe = read_json(output / PROBE, "remove it to measure again") if (output / PROBE).exists() else None
     record = make_record(runs, probe)
     text = format_record(record)
-    write_json(output / RECORD, without_nan(record), indent=1)
+    write_record(output, record)
     write_whole(output / TABLE, text)
     draw_curves(record, output / CURVES)
     draw_bars(record, output / BARS)

@@ -75,6 +75,12 @@ def make_record(runs: Mapping[Cell, Sequence[Run]], probe: Mapping[str, Any] | N
     }
 
 
+def cells_by_group(record: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The cells of a record, by group in the order of the plan; groups without any are left out."""
+    cells = {name: [cell for cell in record["cells"] if cell["group"] == name] for name in GROUPS}
+    return {name: found for name, found in cells.items() if found}
+
+
 def check_comparable(runs: Iterable[Mapping[str, Any]]) -> None:
     """Raises UserError unless all runs that are averaged or paired were trained, and scored, in the same way.
 

@@ -1,12 +1,12 @@
 """The record of the study as Markdown."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...common.markdown import table
 from ...common.paired import diverged, interval_in_words, p_in_words, spread_in_words
 from .plan import GROUPS
-from .record import PAPER_ORDER
+from .record import PAPER_ORDER, cells_by_group
 from .text import TRAIN_SHARE
 
 Record = Mapping[str, Any]
@@ -36,17 +36,15 @@ Differences are paired by seed; p of a two-sided paired t-test, not corrected fo
 
 def format_record(record: Record) -> str:
     """All groups, the check of the paper's order, the paper's figures, time and memory, and notes on reading them."""
-    groups = [name for name in GROUPS if any(cell["group"] == name for cell in record["cells"])]
-    parts = [format_group(record, group) for group in groups]
+    parts = [format_group(record, group, cells) for group, cells in cells_by_group(record).items()]
     orders = [format_order(order) for order in record["orders"]] or ["No seed has all four types yet."]
     parts += ["### The paper's order", *orders, format_quoted(record)]
     parts += [format_probe(record["probe"])] if record["probe"] else []
     return "\n\n".join([*parts, READING, format_cost(record)]) + "\n"
 
 
-def format_group(record: Record, group: str) -> str:
+def format_group(record: Record, group: str, cells: Sequence[Mapping[str, Any]]) -> str:
     """Protocol, scores and differences of one group."""
-    cells = [cell for cell in record["cells"] if cell["group"] == group]
     comparisons = [one for one in record["comparisons"] if one["group"] == group and one["seeds"]]
     lines = [f"### {GROUPS[group].corpus}: {GROUPS[group].title}", "", format_protocol(record, group), ""]
     lines += [table(HEAD, [_cells(cell) for cell in cells])]
