@@ -19,6 +19,7 @@ from ..common.environment import hardware, provenance, source_commit, versions
 from ..common.errors import StoppedError, UserError
 from ..common.signals import signals_received
 from ..compare.study_folder import lock_of
+from ..pretrain.data.documents import is_hub_name
 from ..pretrain.stopping import deadline_after
 
 Result = dict[str, Any]
@@ -162,6 +163,11 @@ def chosen(noun: str, names: Sequence[str] | None, known: Mapping[str, Any]) -> 
     if unknown := sorted(set(names or ()) - set(known)):
         raise UserError(f"{noun}s {unknown} do not exist; choose from {', '.join(known)}")
     return list(dict.fromkeys(names or known))
+
+
+def text_name(text: str | None) -> str | None:
+    """What commands in records call a text: its name on the Hub, or that of its file, in whatever folder this lies."""
+    return text if text is None or is_hub_name(text) else Path(text).name
 
 
 @contextmanager

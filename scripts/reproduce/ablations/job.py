@@ -7,7 +7,7 @@ from ...common.arguments import command_line, given_options
 from ...compare.job import compare_variants
 from ...compare.variants import Variant
 from ..attentions import ATTENTIONS
-from ..study_runs import chosen
+from ..study_runs import chosen, text_name
 from .arguments import AblationsArguments
 
 # arXiv 2405.08553, abstract: "matching the performance of models with ~1.7x-2.0x compute".
@@ -92,4 +92,6 @@ def variants(arguments: AblationsArguments) -> dict[str, Variant]:
 def command_of(arguments: AblationsArguments) -> str:
     """The command line that repeats the study, wherever its folder and its texts are."""
     told = [name for name in given_options(arguments) if name not in ("output", "max_seconds", "redraw")]
-    return command_line("reproduce ablations", {name: getattr(arguments, name) for name in told})
+    options = {name: getattr(arguments, name) for name in told}
+    options |= {name: text_name(options[name]) for name in options.keys() & {"dataset", "validation_dataset"}}
+    return command_line("reproduce ablations", options)

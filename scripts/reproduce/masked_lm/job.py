@@ -8,6 +8,7 @@ from ...compare.job import choose_rate, measured_run, report_arms
 from ...compare.record import Record, compare_arms, make_record
 from ...compare.study_folder import claim
 from ...pretrain.texts import check_same_texts
+from ..study_runs import text_name
 from .arguments import ARMS, MaskedLMArguments
 from .runs import Runs
 
@@ -53,6 +54,5 @@ def make_runs(arguments: MaskedLMArguments, output: Path) -> Record:
 def command_of(arguments: MaskedLMArguments) -> str:
     """The command line that repeats the study, from a folder that holds the data."""
     names = ("arms", "seeds", "tuning_seed", "learning_rates", "steps", "validations", "small")
-    texts = {name: getattr(arguments, name) for name in ("dataset", "validation_dataset")}
-    options = {name: text and Path(text).name for name, text in texts.items()}
-    return command_line("reproduce masked-lm", {**options, **{name: getattr(arguments, name) for name in names}})
+    texts = {name: text_name(getattr(arguments, name)) for name in ("dataset", "validation_dataset")}
+    return command_line("reproduce masked-lm", {**texts, **{name: getattr(arguments, name) for name in names}})

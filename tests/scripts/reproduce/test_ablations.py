@@ -37,6 +37,13 @@ def test_plain_is_the_baseline_and_every_term_is_a_variant():
     assert set(names) == {*ATTENTIONS, job.WIDER}
 
 
+def test_the_command_names_texts_without_the_folders_of_this_machine():
+    arguments = AblationsArguments(dataset="/home/somebody/train.txt", validation_dataset="owner/text")
+    assert job.command_of(arguments) == (
+        "dynattn reproduce ablations --dataset train.txt --validation_dataset owner/text"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -12,6 +12,7 @@ from dynattn.scripts import cli
 from dynattn.scripts.reproduce.masked_lm import arguments as study_arguments
 from dynattn.scripts.reproduce.masked_lm import runs as study_runs
 from dynattn.scripts.reproduce.masked_lm.arguments import ARMS, MaskedLMArguments
+from dynattn.scripts.reproduce.masked_lm.job import command_of
 from dynattn.scripts.reproduce.masked_lm.runs import Runs
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
@@ -63,6 +64,11 @@ def test_mistakes_are_told(options: list[str], told: str, tmp_path: Path, capsys
     assert cli.main(["reproduce", "masked-lm", "--output", str(tmp_path / "new"), *options]) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_the_command_names_a_text_of_the_hub_with_its_owner() -> None:
+    arguments = MaskedLMArguments(dataset="owner/text", validation_dataset="/home/somebody/held_out.txt")
+    assert " --dataset owner/text --validation_dataset held_out.txt " in command_of(arguments)
 
 
 @pytest.mark.usefixtures("coarse_plots")
