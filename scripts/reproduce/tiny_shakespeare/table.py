@@ -174,5 +174,6 @@ def _difference(comparison: Mapping[str, Any]) -> list[str]:
 
 def _pair(comparison: Mapping[str, Any]) -> str:
     one = comparison["accuracy"]
-    p = "no test on one seed" if one["p"] is None else f"p = {one['p']:.2g}"
+    untested = "no test on one seed" if len(one["values"]) == 1 else "no spread to test"
+    p = untested if one["p"] is None else f"p = {one['p']:.2g}"
     return f"{comparison['variant']} - {comparison['than'][1]}: {one['mean']:+.4f} ({p})"

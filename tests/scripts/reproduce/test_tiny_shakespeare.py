@@ -23,6 +23,7 @@ from dynattn.scripts.reproduce.tiny_shakespeare.arguments import StudyArguments
 from dynattn.scripts.reproduce.tiny_shakespeare.plan import SETTINGS, TYPES, Run, Setting
 from dynattn.scripts.reproduce.tiny_shakespeare.progress import Tally
 from dynattn.scripts.reproduce.tiny_shakespeare.record import check_comparable, make_record
+from dynattn.scripts.reproduce.tiny_shakespeare.table import format_order
 from dynattn.scripts.reproduce.tiny_shakespeare.text import Corpus, load_corpus
 
 WORDS = ["speak", "we", "are", "accounted", "poor", "citizens", "the", "gods", "know"]
@@ -344,6 +345,13 @@ def test_the_papers_order_is_checked_on_means_and_in_every_seed(
     assert [(pair["variant"], pair["than"][1]) for pair in found["pairs"]] == [
         ("rcmha", "mha"), ("mha", "mdha"), ("mdha", "rmha")
     ]  # fmt: skip
+
+
+def test_a_pair_without_a_test_says_why():
+    (several,) = make_record(runs_of("sensible", IN_ORDER), probe=None)["orders"]
+    assert "rcmha - mha: +0.1000 (no spread to test)" in format_order(several)
+    (one,) = make_record(runs_of("sensible", {kind: [values[0]] for kind, values in IN_ORDER.items()}), None)["orders"]
+    assert "rcmha - mha: +0.1000 (no test on one seed)" in format_order(one)
 
 
 def test_table_and_plots_come_from_the_files_of_finished_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
