@@ -128,13 +128,16 @@ def milliseconds_per_token(model: PreTrainedModel, prompt: torch.Tensor, new: in
 def format_table(record: dict[str, Any]) -> str:
     """The record in Markdown."""
     load = ", ".join(f"{value:.1f}" for value in record["load"])
-    rows = []
     llama = record["milliseconds"]["Llama"]
-    for name, samples in record["milliseconds"].items():
-        ratios = [ours / theirs for ours, theirs in zip(samples, llama, strict=True)]
-        times = [f"{statistics.median(samples):.2f}", f"{min(samples):.2f}", f"{statistics.median(ratios):.3f}"]
-        rows.append([name, *times, f"{min(ratios):.3f} to {max(ratios):.3f}"])
+    rows = [[name, *timing_cells(samples, llama, 2)] for name, samples in record["milliseconds"].items()]
     return HEADING.format(**{**record, "load": load}) + table(COLUMNS, rows) + "\n"
+
+
+def timing_cells(samples: Sequence[float], baseline: Sequence[float], digits: int) -> list[str]:
+    """Median and least milliseconds, then the median and the range of their ratios to `baseline` in the same round."""
+    ratios = [ours / theirs for ours, theirs in zip(samples, baseline, strict=True)]
+    times = [f"{time:.{digits}f}" for time in (statistics.median(samples), min(samples))]
+    return [*times, f"{statistics.median(ratios):.3f}", f"{min(ratios):.3f} to {max(ratios):.3f}"]
 
 
 if __name__ == "__main__":

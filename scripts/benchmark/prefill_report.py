@@ -7,7 +7,6 @@ ratios are taken within a round. Writes `record.json` and `table.md`.
 """
 
 import argparse
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel
 from dynattn import prepack
 
 from ..common.markdown import table
-from .generate_report import make_models, report
+from .generate_report import make_models, report, timing_cells
 
 SHORTEST = 8
 HEADING = """`{command}`
@@ -92,10 +91,7 @@ def format_table(record: dict[str, Any]) -> str:
     for name, samples in record["milliseconds"].items():
         model, way = name.rsplit(", ", 1)
         padded = record["milliseconds"][f"{model}, padded"]
-        ratios = [ours / theirs for ours, theirs in zip(samples, padded, strict=True)]
-        cells = [model, way, f"{statistics.median(samples):.0f}", f"{min(samples):.0f}"]
-        cells += [f"{statistics.median(ratios):.3f}", f"{min(ratios):.3f} to {max(ratios):.3f}"]
-        rows.append(cells)
+        rows.append([model, way, *timing_cells(samples, padded, 0)])
     return heading + table(COLUMNS, rows) + "\n"
 
 
