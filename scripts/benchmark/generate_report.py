@@ -32,6 +32,8 @@ Commit {commit}; {hardware}, {threads} threads; load average {load}.
 Milliseconds between two tokens: the median of each answer, then of {rounds} rounds, and the least.
 
 """
+# Two tokens of an answer have a time between them. The least of all other numbers is 1.
+LEAST = {"new": 2}
 COLUMNS = ("model", "median ms", "minimum ms", "ratio to Llama, median of rounds", "least and largest")
 
 
@@ -64,6 +66,9 @@ def report(
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
     options = parser.parse_args(argv)
+    for name in defaults:
+        if (value := getattr(options, name)) < (least := LEAST.get(name, 1)):
+            parser.error(f"--{name}={value} must be at least {least}")
     torch.set_num_threads(options.threads)
     load = os.getloadavg()
     samples = measure(options)

@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
     options = parser.parse_args(argv)
+    if options.new < 2:
+        parser.error(f"--new={options.new} must be at least 2, to have a time between tokens")
     torch.set_num_threads(options.threads)
     try:
         record = started_record(options)

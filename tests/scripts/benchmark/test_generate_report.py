@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from dynattn.scripts.benchmark.generate_report import format_table, main
 
 RECORD = Path(__file__).parents[3] / "model_cards" / "records" / "serving" / "generate"
@@ -17,6 +19,15 @@ def test_a_small_run_writes_a_record_and_its_table(tmp_path: Path):
     assert all(len(samples) == 2 and min(samples) > 0 for samples in record["milliseconds"].values())
     table = (tmp_path / "report" / "table.md").read_text()
     assert "| Llama | " in table and "| 1.000 | 1.000 to 1.000 |" in table
+
+
+@pytest.mark.parametrize("words", [("--new", "1"), ("--rounds", "0")])
+def test_numbers_that_leave_nothing_to_measure_are_told(
+    words: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "report"), *words])
+    assert f"{words[0]}={words[1]} must be at least {int(words[1]) + 1}" in capsys.readouterr().err
 
 
 def test_the_committed_table_is_the_records():

@@ -26,6 +26,12 @@ def test_a_summary_counts_from_when_clients_send() -> None:
     assert found["between_tokens"] == 0.5 and 0.5 < found["between_tokens_p95"] < 0.9
 
 
+def test_a_single_token_has_no_time_between_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "report"), "--new", "1"])
+    assert "--new=1 must be at least 2" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_small_run_writes_a_record_and_a_table_and_goes_on_where_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
