@@ -1,7 +1,7 @@
 """What the study trains: settings, the variants of a group, and the list of runs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 TYPES = ("mha", "mdha", "rmha", "rcmha")
@@ -67,15 +67,18 @@ QUICK = {
 }
 
 
+_FOUR = {kind: {"attention_type": kind} for kind in TYPES}
+
+
 @dataclass(frozen=True)
 class Group:
     """Runs that are compared with one another.
 
     Attributes:
         setting: name of a setting.
-        corpus: name of a text.
-        variants: fields of the configuration, by name of the variant.
         baseline: group and variant that variants are compared with, seed by seed; see `baseline_of`.
+        variants: fields of the configuration, by name of the variant; the four types if not given.
+        corpus: name of a text.
         longer: factor on the updates of the setting.
         patience: as in `Setting`; such a group runs for hours or days, and only when it is asked for by name.
         note: a remark for the readers of the table.
@@ -83,9 +86,9 @@ class Group:
 
     title: str
     setting: str
-    corpus: str
-    variants: Mapping[str, Mapping[str, Any]]
     baseline: tuple[str, str]
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: _FOUR)
+    corpus: str = "tiny-shakespeare"
     longer: int = 1
     patience: int | None = None
     note: str = ""
@@ -100,65 +103,47 @@ class Group:
 PATIENCE = 3
 # More passes than any run needs to stop improving.
 MOST_PASSES = 200
-_FOUR = {kind: {"attention_type": kind} for kind in TYPES}
 
 
 def _without_end(name: str, title: str, setting: str, label: str, hidden_act: str) -> Group:
     """The four types until validation stops improving, with the activation of the setting and with another one."""
     other = {f"{kind}, {label}": {**fields, "hidden_act": hidden_act} for kind, fields in _FOUR.items()}
     title = f"{title}, until validation stops improving"
-    return Group(title, setting, "tiny-shakespeare", {**_FOUR, **other}, (name, "mha"), patience=PATIENCE)
+    return Group(title, setting, (name, "mha"), {**_FOUR, **other}, patience=PATIENCE)
 
 
 GROUPS = {
     "sensible": Group(
         "segment 128, memory 128",
         "sensible",
-        "tiny-shakespeare",
-        _FOUR,
         ("sensible", "mha"),
         note="An update of the official 32 streams would read 8 times as many characters.",
     ),
-    "longer": Group(
-        "segment 128, memory 128, three times the updates",
-        "sensible",
-        "tiny-shakespeare",
-        _FOUR,
-        ("longer", "mha"),
-        longer=3,
-    ),
+    "longer": Group("segment 128, memory 128, three times the updates", "sensible", ("longer", "mha"), longer=3),
     "official": Group(
         "segment 2, memory 32",
         "official",
-        "tiny-shakespeare",
-        _FOUR,
         ("official", "mha"),
         note="The official run makes ten passes, 156,850 updates. Official position tables have 8,192 rows (7,496,897 "
         "parameters for RCMHA), of which those out of reach get no gradient; they are left out here.",
     ),
     "official-longer": Group(
-        "segment 2, memory 32, eight times the updates",
-        "official",
-        "tiny-shakespeare",
-        _FOUR,
-        ("official-longer", "mha"),
-        longer=8,
+        "segment 2, memory 32, eight times the updates", "official", ("official-longer", "mha"), longer=8
     ),
     "ablations": Group(
         "changes to RCMHA, and MHA with rotary positions",
         "sensible",
-        "tiny-shakespeare",
+        ("sensible", "rcmha"),
         {
             "rcmha, ReLU": {"attention_type": "rcmha", "hidden_act": "relu"},
             "rcmha, kernel 1": {"attention_type": "rcmha", "conv_kernel_size": 1},
             "rcmha, kernel 5": {"attention_type": "rcmha", "conv_kernel_size": 5},
             "mha, rotary": {"attention_type": "mha", "position_scheme": "rope"},
         },
-        ("sensible", "rcmha"),
     ),
     "plateau": _without_end("plateau", "segment 128, memory 128", "sensible", "ReLU", "relu"),
     "plateau-official": _without_end("plateau-official", "segment 2, memory 32", "official", "squared ReLU", "relu2"),
-    "wikitext-2": Group("segment 128, memory 128", "sensible", "wikitext-2", _FOUR, ("wikitext-2", "mha")),
+    "wikitext-2": Group("segment 128, memory 128", "sensible", ("wikitext-2", "mha"), corpus="wikitext-2"),
 }
 
 
