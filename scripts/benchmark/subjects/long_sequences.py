@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from ..harness.accuracy import Results
-from ..harness.inputs import COMPOSED, OpInputs, inputs_of, reference_results, requiring_grad
-from ..harness.interface import COMPILED, Candidate, Case, Subject, passes_of
+from ..harness.inputs import COMPOSED, OpInputs, inputs_of, reference_results
+from ..harness.interface import COMPILED, Candidate, Case, Subject
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
 from . import attention
-from .attention import OpProblem, op_traffic
-from .op_flops import attention_flops
+from .attention import OpProblem
 
 LENGTHS, QUICK_LENGTHS = tuple(1024 << doubling for doubling in range(7)), (1024, 2048)
 LONGEST_BACKWARD = 16384
@@ -37,7 +36,6 @@ class LongProblem:
     """The op's problem, and the positions of the queries whose outputs are compared."""
 
     op: OpProblem
-    window: int | None
     checked: Tensor  # [2 * CHECKED]
 
 
@@ -53,10 +51,11 @@ def prepare(problem: LongProblem, *, candidate: Candidate) -> Callable[[], Resul
         ValueError: the candidate would hold a value for every pair of tokens, and these would be too many.
     """
     keeps_maps = candidate.name in QUADRATIC or (problem.op.backward and candidate.name in QUADRATIC_BACKWARD)
-    size = map_size(problem.op.inputs[candidate.function])
+    inputs = problem.op.inputs[candidate.function]
+    size = map_size(inputs)
     if keeps_maps and size > LARGEST_MAP:
         raise ValueError(f"it keeps maps of all pairs of tokens, {size / 2**30:.3g} GiB each")
-    if problem.window is not None and candidate.name.startswith("sdpa"):
+    if inputs.window is not None and candidate.name.startswith("sdpa"):
         raise ValueError("it needs a mask of all pairs of tokens for a window")
     call = candidate.prepare(problem.op)
 
@@ -78,26 +77,20 @@ def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
     for window in (WINDOW, None) if settings.window is None else (settings.window,):
         inputs = inputs_of(shape, settings, window=window)
         for backward in (False, True) if shape.length <= LONGEST_BACKWARD else (False,):
-            yield make_case(inputs, shape, window, settings, backward=backward)
+            yield make_case(inputs, shape, replace(settings, window=window), backward=backward)
 
 
-def make_case(
-    made: dict[str, OpInputs], shape: Shape, window: int | None, settings: BenchmarkSettings, *, backward: bool
-) -> Case:
-    """One case with the inputs of each function."""
+def make_case(made: dict[str, OpInputs], shape: Shape, settings: BenchmarkSettings, *, backward: bool) -> Case:
+    """A case of the subject `attention` that is compared with the reference for a few queries."""
     middle, end = shape.length // 2, shape.length
     chunks = [slice(max(0, middle - CHECKED), middle), slice(max(middle, end - CHECKED), end)]
     checked = torch.cat([torch.arange(one.start, one.stop, device=settings.device) for one in chunks])
     inputs = {name: with_cotangent_at(one, checked) for name, one in made.items()}
-    given = {name: requiring_grad(one) for name, one in inputs.items()} if backward else inputs
-    passes = 3 if backward else 1
-    return Case(
-        passes=passes_of(backward),
-        problem=LongProblem(OpProblem(given, backward), window, checked),
+    case = attention.make_case(inputs, shape, settings, backward=backward, is_causal=True)
+    return replace(
+        case,
+        problem=LongProblem(case.problem, checked),
         reference=lambda function, dtype: reference_results(inputs[function], dtype, backward=backward, chunks=chunks),
-        flops=lambda function: attention_flops(shape, window, function) * settings.batch_size * passes,
-        traffic=lambda function: op_traffic(inputs[function]) * (2 if backward else 1),
-        window=window,
     )
 
 
