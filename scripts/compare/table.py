@@ -8,7 +8,6 @@ from ..common import markdown
 from ..common.paired import interval_in_words, mean_in_words, name_seeds, p_in_words, spread, spread_in_words
 from .record import AT_LEAST, AT_MOST, RunRecord, final, loss_unit
 
-EMPTY: tuple[str, ...] = ("", "", "")
 BOUNDS = {None: "", AT_LEAST: "\N{GREATER-THAN OR EQUAL TO} ", AT_MOST: "\N{LESS-THAN OR EQUAL TO} "}
 # How to read the columns that compare what arms cost.
 EFFICIENCY = (
@@ -80,14 +79,14 @@ def _spread(values: Sequence[float | None]) -> str:
 
 def _difference(comparison: Mapping[str, Any] | None) -> list[str]:
     if comparison is None:
-        return list(EMPTY)
+        return [""] * 3
     p = comparison.get("p_holm", comparison["p"])
     return [f"{comparison['mean']:+.4f}", interval_in_words(comparison, "+.4f"), p_in_words(p)]
 
 
 def _efficiency(comparison: Mapping[str, Any] | None, counted: bool) -> list[str]:
     if comparison is None:
-        return list(EMPTY[: 2 + counted])
+        return [""] * (2 + counted)
     timed = comparison["equal_seconds"]
     ratios = [comparison["token_ratio"], *([comparison["operations_ratio"]] if counted else [])]
     return ["" if timed is None else mean_in_words(timed, "+.4f"), *map(_ratio, ratios)]

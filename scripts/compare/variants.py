@@ -1,11 +1,11 @@
 """The variants of a comparison: the arguments of each, read from its file."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common.arguments import YAML_ENDINGS, parse_arguments, parse_mapping
+from ..common.arguments import YAML_ENDINGS, given_options, parse_arguments, parse_mapping
 from ..common.errors import UserError
 from ..pretrain.arguments import PretrainArguments
 from ..pretrain.main import find_shipped
@@ -59,12 +59,7 @@ def _options(file: str, common: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"{file} has dry_run, and a comparison trains; leave it out, or plan the run by dynattn pretrain"
         )
-    options = {}
-    for argument in fields(PretrainArguments):
-        default = argument.default_factory() if argument.default_factory is not MISSING else argument.default
-        if argument.name not in ITS_OWN and getattr(arguments, argument.name) != default:
-            options[argument.name] = getattr(arguments, argument.name)
-    return options
+    return {name: getattr(arguments, name) for name in given_options(arguments) if name not in ITS_OWN}
 
 
 def _check_same_data(variants: Sequence[Variant]) -> None:
