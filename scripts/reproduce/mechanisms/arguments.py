@@ -7,7 +7,8 @@ from ...common.arguments import option
 from ...common.errors import UserError
 from ...common.number_ranges import check_rates, check_seconds, check_seeds
 
-QUICK_ARMS = ("plain", "plain-2h", "full")
+# Whether full composition solves what plain attention does, the baseline, and plain attention with twice the heads.
+QUESTION = ("plain", "plain-2h", "full")
 QUICK_STEPS = 100
 
 
@@ -43,7 +44,7 @@ class MechanismsArguments:
 
     def __post_init__(self) -> None:
         if self.quick:
-            self.arms, self.seeds, self.learning_rates = list(QUICK_ARMS), [0, 1], [3e-3]
+            self.arms, self.seeds, self.learning_rates = list(QUESTION), [0, 1], [3e-3]
         check_seeds(self.seeds, self.tuning_seed)
         check_rates(self.learning_rates)
         check_seconds(self.max_seconds)

@@ -13,6 +13,7 @@ from ....modeling.modeling_dcformer import DCFormerForCausalLM
 from ....modeling.modeling_rcmha import RCMHAForCausalLM
 from ...common.errors import last_line
 from ..attentions import ATTENTIONS
+from .arguments import QUESTION
 
 # The families' own defaults are for wide models; with them these small ones learn nothing for thousands of updates.
 INITIALIZER_RANGE = 0.02
@@ -72,9 +73,7 @@ class Arm:
         return None
 
 
-# The question that was asked before the runs: whether full composition solves what plain attention does, the baseline,
-# and plain attention with twice the heads.
-PLAIN, TWICE, FULL = QUESTION = ("plain", "plain-2h", "full")
+PLAIN, TWICE, FULL = QUESTION
 ARMS = {
     PLAIN: Arm(ATTENTIONS["plain"].label, ATTENTIONS["plain"].fields),
     TWICE: Arm("plain, twice the heads", ATTENTIONS["plain"].fields, times_heads=2),

@@ -9,7 +9,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
 from ...common.figures import plt, save
-from .arms import ARMS, QUESTION
+from .arguments import QUESTION
+from .arms import ARMS
 
 COLUMNS = 3
 # The arms of the question stand out; the others are there to be compared with them.

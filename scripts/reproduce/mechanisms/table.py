@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...common import markdown
-from .arms import ARMS, FULL, PLAIN, QUESTION, TWICE
+from .arguments import QUESTION
+from .arms import ARMS, FULL, PLAIN, TWICE
 from .record import Record
 
 
