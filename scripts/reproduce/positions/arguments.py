@@ -8,13 +8,10 @@ from ...common.errors import UserError
 from ...common.number_ranges import check_rates, check_seconds, check_seeds
 
 TASKS = ("copy-one", "copy-many", "sort", "sum", "reverse", "parity", "addition", "addition-reversed")
+MAIN = ("none", "t5", "alibi", "rope", "sinusoidal")
 # What the configuration of each scheme's model has.
 SCHEMES: dict[str, dict[str, Any]] = {
-    "none": {"position_scheme": "none"},
-    "t5": {"position_scheme": "t5"},
-    "alibi": {"position_scheme": "alibi"},
-    "rope": {"position_scheme": "rope"},
-    "sinusoidal": {"position_scheme": "sinusoidal"},
+    **{name: {"position_scheme": name} for name in MAIN},
     "rope-quarter": {"rope_parameters": {"partial_rotary_factor": 0.25}},
     "rope-base-2e7": {"rope_parameters": {"rope_theta": 2e7}},
     # `truncate_length` is the longest training input.
@@ -27,7 +24,6 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "carope": {"position_scheme": "carope"},
     "t5-gain": {"position_scheme": "t5", "position_gain": "bucket"},
 }
-MAIN = ("none", "t5", "alibi", "rope", "sinusoidal")
 QUICK: dict[str, Any] = {
     "tasks": ["copy-one"],
     "schemes": ["none", "t5", "alibi", "rope"],
