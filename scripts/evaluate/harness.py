@@ -197,7 +197,7 @@ def _score_tasks(
         raise UserError(f"carry_memory changes perplexities only, and {catalog.names} have none; leave it out")
     _set_examples(items, num_fewshot, seed)
     results.raw.append(_run(lm, items, limit, log_samples))
-    _collect(results, items, results.raw[-1])
+    _collect(results, items, results.raw[-1], num_fewshot)
 
 
 def _set_examples(items: Sequence[Task | Group], num_fewshot: int | None, seed: int) -> None:
@@ -219,10 +219,10 @@ def _run(lm: StrictHFLM, items: Sequence[Task | Group], limit: int | None, log_s
         raise UserError("a perplexity is too large for a number: the model has diverged") from error
 
 
-def _collect(results: Results, items: Sequence[Task | Group], raw: dict[str, Any]) -> None:
+def _collect(results: Results, items: Sequence[Task | Group], raw: dict[str, Any], num_fewshot: int | None) -> None:
     """Adds what lm-eval returned to `results`, except for tasks that are there already with as many examples."""
     known = {(result.task, result.num_fewshot) for result in results.tasks}
-    for result in read_lm_eval(raw, _chances(items)):
+    for result in read_lm_eval(raw, _chances(items), num_fewshot):
         if (result.task, result.num_fewshot) not in known:
             results.tasks.append(result)
             label = {"task": result.task, "num_fewshot": result.num_fewshot}
@@ -230,7 +230,8 @@ def _collect(results: Results, items: Sequence[Task | Group], raw: dict[str, Any
 
 
 def _groups(items: Sequence[Task | Group]) -> list[Group]:
-    return [group for item in items if isinstance(item, Group) for group in (item, *item.get_all_groups())]
+    """All groups, inner ones first: lm-eval derives the fields of a group from those of its members."""
+    return [group for item in items if isinstance(item, Group) for group in (*item.get_all_groups()[::-1], item)]
 
 
 def _chances(items: Sequence[Task | Group]) -> dict[str, float]:

@@ -44,6 +44,7 @@ class TaskResult:
     """One task or group at one number of in-context examples.
 
     Attributes:
+        num_fewshot: for a group whose tasks differ in it, the number that was asked for, None if none was.
         chance: the accuracy of guessing, where it is known.
         dataset, dataset_config: the name of its dataset on the Hub, and of the configuration, if it has them.
     """
@@ -90,12 +91,18 @@ class Results:
         raise KeyError(f"no value of {metric!r} for task {task!r} with num_fewshot={num_fewshot}")
 
 
-def read_lm_eval(raw: Mapping[str, Any], chances: Mapping[str, float]) -> list[TaskResult]:
-    """Turns lm-eval's result dictionary into `TaskResult`s, tasks first and groups after them."""
+def read_lm_eval(
+    raw: Mapping[str, Any], chances: Mapping[str, float], num_fewshot: int | None = None
+) -> list[TaskResult]:
+    """Turns lm-eval's result dictionary into `TaskResult`s, tasks first and groups after them.
+
+    Args:
+        num_fewshot: the number that was asked for, which lm-eval does not give to a group whose tasks differ in it.
+    """
     return [
         TaskResult(
             task=name,
-            num_fewshot=raw["n-shot"].get(name),
+            num_fewshot=raw["n-shot"].get(name, num_fewshot),
             samples=scores["sample_len"],
             metrics=_metrics(scores, raw["higher_is_better"].get(name, {})),
             version=str(raw["versions"].get(name)),

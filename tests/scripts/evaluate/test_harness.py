@@ -214,6 +214,23 @@ def test_several_numbers_of_examples(tokenizer: PreTrainedTokenizerFast) -> None
     ]  # fmt: skip
 
 
+def test_groups_have_a_score_for_each_number_of_examples(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Also a group of groups, and one whose tasks differ in their number because one of them allows none."""
+    score = "aggregate_metric_list: [{metric: acc, weight_by_size: true}]"
+    for name, lines in {
+        "without": f"include: {TASKS}/dynattn_owner.yaml\ntask: without\nnum_fewshot: 0",
+        "mixed": f"group: mixed\ntask: [without, dynattn_kind_of]\n{score}",
+        "inner": f"group: inner\ntask: [dynattn_owner, dynattn_possession]\n{score}",
+        "outer": f"group: outer\ntask: [inner]\n{score}",
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(lines)
+    catalog = TaskCatalog(["mixed", "outer"], tmp_path)
+    results = evaluate_model(llama(), tokenizer, catalog, num_fewshot=[1, 2], limit=2)
+    groups = [(result.task, result.num_fewshot) for result in results.tasks if result.samples > 2]
+    assert groups == [(name, number) for number in (1, 2) for name in ("mixed", "inner", "outer")]
+    assert {result.metrics["acc"].higher_is_better for result in results.tasks} == {True}
+
+
 def test_a_suite_without_network_says_what_is_missing_and_runs_the_rest(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
