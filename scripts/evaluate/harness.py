@@ -15,7 +15,13 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.task import Task
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
 
 from ..common.builtin_corpus import builtin_documents
 from ..common.carried_memory import check_memory, longest_segment
@@ -77,6 +83,8 @@ class StrictHFLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
+        if (most := max((len(target) for _, _, target in requests), default=0)) > self.max_length:
+            raise UserError(f"an answer has {most} tokens but the model takes {self.max_length}; leave the task out")
         # The last token of an answer is not read.
         self._check_length(max((len(context) + len(target) for _, context, target in requests), default=1) - 1)
         # Rolling perplexity calls this once for each batch, and so many progress bars would flood the terminal.
@@ -110,6 +118,18 @@ class StrictHFLM(HFLM):
         logits = super()._model_call(*args, **kwargs)
         refuse_nan(logits)
         return logits
+
+    def _model_generate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super()._model_generate(*args, logits_processor=LogitsProcessorList([RefuseNaN()]), **kwargs)
+
+
+class RefuseNaN(LogitsProcessor):
+    """Ends a generation with the error of `refuse_nan`, because NaN is the largest of all logits to `argmax`."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Returns `scores` `[B, V]` as they are."""
+        refuse_nan(scores)
+        return scores
 
 
 def evaluate_model(

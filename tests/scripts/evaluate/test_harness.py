@@ -165,6 +165,22 @@ def test_no_prompt_is_cut_to_make_room_for_an_answer_unless_asked_for(tokenizer:
         answer(8, truncate=True)
 
 
+def test_an_answer_longer_than_the_context_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    lm = StrictHFLM(llama(), tokenizer, truncate=True, carry_memory=False, max_length=8)
+    request = Instance("loglikelihood", {}, ("a", "x" * 20), 0)
+    length = len(tokenizer.encode("x" * 20))
+    with pytest.raises(UserError, match=f"an answer has {length} tokens but the model takes 8; leave the task out"):
+        lm.loglikelihood([request], disable_tqdm=True)
+
+
+def test_nothing_is_generated_from_logits_that_are_nan(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = llama()
+    model.lm_head.weight.data[3] = math.nan
+    lm = StrictHFLM(model, tokenizer, truncate=False, carry_memory=False)
+    with pytest.raises(UserError, match="the model's logits are NaN"):
+        lm.generate_until([Instance("generate_until", {}, ("x", {"max_gen_toks": 2}), 0)], disable_tqdm=True)
+
+
 def test_results_equal_simple_evaluate(tokenizer: PreTrainedTokenizerFast) -> None:
     model = llama()
     options: dict[str, Any] = {"num_fewshot": 1, "limit": 24, "log_samples": True}
