@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.ticker import LogFormatter
 
-from ..common.figures import plt, save
+from ..common.figures import literal_label, plt, save
 from .long_context import describe
 
 
@@ -15,7 +15,7 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     """Draws both panels; pass keys are means over depths."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.8), dpi=130, layout="constrained")
     for one in results["checkpoints"]:
-        ranges, name = one["by_position"], describe(one)
+        ranges, name = one["by_position"], literal_label(describe(one))
         places = [(line["from"] + line["to"]) / 2 for line in ranges]
         left.plot(places, [line["perplexity"] for line in ranges], "o-", lw=1.4, label=name)
         lengths = sorted({cell["length"] for cell in one["pass_key"]})

@@ -15,6 +15,7 @@ from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig
 from dynattn.scripts.cli import main
 from dynattn.scripts.common.builtin_corpus import builtin_documents
 from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.evaluate import long_figure
 from dynattn.scripts.evaluate.arguments import EvaluateArguments
 from dynattn.scripts.evaluate.long_context import (
     cut_windows,
@@ -153,6 +154,22 @@ def test_scaling_is_measured_beside_the_model_as_it_is(
     assert [line["to"] for line in plain["by_position"]] == [96, 192, 384, 768]
     assert plain["by_position"] != linear["by_position"]
     assert main([*common, "--output", str(tmp_path / "plain")]) == 2
+
+
+def test_the_plot_names_every_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose name Matplotlib would take for a formula, or hide because of its first sign."""
+    figures: list[Any] = []
+    monkeypatch.setattr(long_figure, "save", lambda figure, path: figures.append(figure))
+    measured = {
+        "by_position": [{"from": 1, "to": 8, "perplexity": 2.0}],
+        "pass_key": [{"length": 8, "nats": 3.0}],
+        "rope_parameters": None,
+        "trained_length": 8,
+    }
+    names = ["$a^^$b", "_hidden"]
+    long_figure.draw({"checkpoints": [{"model": {"path": name}, **measured} for name in names]}, tmp_path / "long.png")
+    figures[0].canvas.draw()
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == [r"\$a^^\$b", " _hidden"]
 
 
 @pytest.mark.parametrize("family", [DCFormerConfig, DCPythiaConfig])
