@@ -237,6 +237,8 @@ def _run(lm: StrictHFLM, items: Sequence[Task | Group], limit: int | None, log_s
         return lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=log_samples)
     except OverflowError as error:
         raise UserError("a perplexity is too large for a number: the model has diverged") from error
+    except ZeroDivisionError as error:
+        raise UserError("the documents of a task hold no text, so there is no mean; leave the task out") from error
 
 
 def _collect(results: Results, items: Sequence[Task | Group], raw: dict[str, Any], num_fewshot: int | None) -> None:

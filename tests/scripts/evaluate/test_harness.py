@@ -270,6 +270,29 @@ def test_a_suite_without_network_says_what_is_missing_and_runs_the_rest(
     assert "not available: piqa: needs a package" in format_table(results).splitlines()
 
 
+def test_a_task_of_the_user_that_cannot_be_loaded_does_not_stop_the_others(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    lines = f"task: lost\ndataset_path: json\ndataset_kwargs:\n  data_files: {{test: {tmp_path}/lost.json}}\n"
+    (tmp_path / "lost.yaml").write_text(lines + "test_split: test\ndoc_to_text: x\ndoc_to_target: y\n")
+    results = evaluate_model(llama(), tokenizer, TaskCatalog(["lost", TASK], tmp_path), limit=2)
+    assert [result.task for result in results.tasks] == [TASK]
+    assert results.unavailable == {"lost": f"Unable to find '{tmp_path}/lost.json'"}
+
+
+def test_a_task_without_any_text_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (tmp_path / "empty.json").write_text('{"text": ""}\n')
+    data = f"dataset_path: json\ncustom_dataset: null\ndataset_kwargs: {{data_files: {{test: {tmp_path}/empty.json}}}}"
+    (tmp_path / "empty.yaml").write_text(f"include: {TASKS}/builtin_heldout.yaml\ntask: empty\n{data}\n")
+    with pytest.raises(UserError, match="the documents of a task hold no text"):
+        evaluate_model(llama(), tokenizer, TaskCatalog(["empty"], tmp_path))
+
+
+def test_large_errors_are_written_as_large_values_are() -> None:
+    large = Results({}, {}, {}, [TaskResult("x", 0, 2, {"perplexity": Metric(2.5e21, 3.7e26, False)})])
+    assert "| 2.5e+21 | 3.7e+26 |" in format_table(large)
+
+
 @pytest.mark.usefixtures("few_tasks")
 def test_the_pythia_suite_offline(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "out"
