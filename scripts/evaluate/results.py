@@ -181,10 +181,13 @@ def format_table(results: Results) -> str:
 def _row(result: TaskResult, name: str, metric: Metric) -> tuple[str, ...]:
     shots = "" if result.num_fewshot is None else str(result.num_fewshot)
     arrow = {True: "↑", False: "↓", None: ""}[metric.higher_is_better]
-    stderr = "" if metric.stderr is None else f"{metric.stderr:.4f}"
+    stderr = "" if metric.stderr is None else _number(metric.stderr)
     chance = f"{result.chance:.4f}" if result.chance is not None and name.startswith("acc") else ""
-    value = f"{metric.value:.4f}" if abs(metric.value) < 1e5 else f"{metric.value:.4g}"
-    return result.task, shots, str(result.samples), name, arrow, value, stderr, chance
+    return result.task, shots, str(result.samples), name, arrow, _number(metric.value), stderr, chance
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1e5 else f"{value:.4g}"
 
 
 def _quoted_rows(quoted: Sequence[Quoted], result: TaskResult, name: str) -> list[tuple[str, ...]]:
