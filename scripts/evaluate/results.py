@@ -22,12 +22,14 @@ from ..common.checkpoint_files import weights_sha256
 from ..common.disk_errors import disk_errors_explained
 from ..common.environment import hardware, source_commit, versions
 from ..common.errors import UserError
+from ..common.folder_lock import FolderLock
 from ..common.folder_names import make_folder, resolve_folder
 from ..common.markdown import aligned_table
 from .lm_eval_files import FOLDER, write_lm_eval_files
 from .quoted import Quoted, quoted_source
 
 RESULTS, TABLE, SAMPLES, PLOT = "results.json", "results.md", "samples.jsonl", "long.png"
+LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,11 @@ def write_files(
             or a file cannot be written.
     """
     check_output(folder, overwrite)
-    with disk_errors_explained(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as temporary:
+    lock = FolderLock(folder / LOCK)
+    with disk_errors_explained(folder):
+        lock.wait()  # for another evaluation that ends at the same time
+    with lock, disk_errors_explained(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as temporary:
+        check_output(folder, overwrite)  # again, for what that one has written
         staging = Path(temporary)
         write_details(staging)
         write_whole(staging / TABLE, table + "\n")

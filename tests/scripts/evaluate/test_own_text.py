@@ -4,6 +4,8 @@ import errno
 import json
 import math
 import re
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -160,6 +162,21 @@ def test_an_evaluation_that_ended_meanwhile_is_not_replaced(tmp_path: Path):
     write_files(tmp_path, {"of": "one"}, "table", overwrite=False)
     with pytest.raises(UserError, match=r"results.json exists; choose another --output"):
         write_files(tmp_path, {"of": "another"}, "table", overwrite=False)
+    assert json.loads((tmp_path / "results.json").read_text()) == {"of": "one"}
+
+
+def test_of_two_evaluations_that_end_at_once_the_later_is_not_written(tmp_path: Path):
+    with ThreadPoolExecutor() as pool:
+        later: list[Future[None]] = []
+
+        def end_meanwhile(_: Path) -> None:
+            later.append(pool.submit(write_files, tmp_path, {"of": "another"}, "its table", overwrite=False))
+            time.sleep(0.1)
+
+        write_files(tmp_path, {"of": "one"}, "table", end_meanwhile, overwrite=False)
+        with pytest.raises(UserError, match=r"results.json exists; choose another --output"):
+            later[0].result()
+    assert {path.name: path.read_text().strip() for path in tmp_path.glob("*.md")} == {"results.md": "table"}
     assert json.loads((tmp_path / "results.json").read_text()) == {"of": "one"}
 
 
