@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,10 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCausalLM
-from dynattn.modeling.serving import paged_attention, requirements
-from dynattn.modeling.serving.continuous_batching import ComposedBatchingManager, with_sizes
+from dynattn.modeling.serving import continuous_batching, paged_attention, requirements
+from dynattn.modeling.serving.continuous_batching import ComposedBatchingManager, find_requests, with_sizes
+from dynattn.modeling.serving.paged_attention import Span
+from dynattn.modeling.serving.paged_rows import row_layout
 from dynattn.modeling.serving.requirements import SHARED, SHARED_IN_SAMPLING, UNSERVED, check_joins
 
 FULL = {"sliding_window": None, "layer_types": None}
@@ -132,7 +135,7 @@ def test_a_batch_gives_the_tokens_of_each_request_alone(make: Any) -> None:
 
 
 def test_steps_on_a_cpu_read_rows_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rows are gathered for requests that decode."""
+    """No rows are gathered for requests that decode, here or when the new ones are written."""
     steps = []
 
     def recorded(*args: Any, **options: Any) -> Any:
@@ -143,6 +146,7 @@ def test_steps_on_a_cpu_read_rows_in_place(monkeypatch: pytest.MonkeyPatch) -> N
     paged_attention_op = paged_attention.PAGED_DECODING["chunked"]
     monkeypatch.setitem(paged_attention.PAGED_DECODING, "chunked", recorded)
     monkeypatch.setattr(paged_attention.RequestRows, "step_index", property(lambda self: pytest.fail("gathered")))
+    monkeypatch.setattr(torch, "index_select", lambda *_: pytest.fail("read back"))
     make_model().generate_batch(random_prompts([5, 9]), GREEDY, ContinuousBatchingConfig(**SETTINGS))
     assert len(steps) >= 11 * SMALL["num_hidden_layers"] and all(step is not None for step in steps)
 
@@ -320,6 +324,7 @@ def test_what_a_request_leaves_unset_is_that_of_the_models_configuration() -> No
     (output,) = model.generate_batch([prompt], greedy, settings).values()
     assert output.generated_tokens == expected[: expected.index(expected[2]) + 1]
     model.generation_config.eos_token_id, model.generation_config.max_length = None, 14
+    model.config.eos_token_id = expected[1]  # which `generate` does not read either
     model.generation_config.num_return_sequences = 2
     outputs = model.generate_batch([prompt], greedy, settings).values()
     assert [output.generated_tokens for output in outputs] == [expected[:3]] * 2
@@ -437,10 +442,35 @@ def test_the_default_cache_has_room_for_the_requests_and_leaves_the_machine_its_
 def test_the_default_cache_has_room_for_twice_what_is_announced() -> None:
     settings = ContinuousBatchingConfig(page_size=8)
     hints = WorkloadHints(num_requests=5, max_prompt_length=20, max_generated_length=11)
-    assert with_sizes(make_model(), settings, hints).num_blocks * 8 >= 2 * 5 * (20 + 11)
+    assert with_sizes(make_model(), settings, hints).num_blocks == 2 * 5 * 4  # 31 tokens take four pages
     assert settings.num_blocks is None  # the caller's stay as they are
-    unlimited = with_sizes(make_model(), settings, WorkloadHints(num_requests=1, max_prompt_length=20))
-    assert unlimited.num_blocks * 8 >= make_model().config.max_position_embeddings
+    unlimited, longest = WorkloadHints(max_prompt_length=20), make_model(max_position_embeddings=63)
+    assert with_sizes(longest, settings, unlimited).num_blocks == 2 * 64 * 8
+    settings.max_requests_per_batch = 3
+    assert with_sizes(longest, settings, unlimited).num_blocks == 2 * 3 * 8
+    settings.max_memory_percent = 0.5
+    assert with_sizes(longest, settings, unlimited).num_blocks is None
+
+
+def test_the_default_cache_takes_less_than_a_quarter_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, hints = make_model().double(), WorkloadHints(num_requests=1, max_prompt_length=8, max_generated_length=7)
+    settings, layout = ContinuousBatchingConfig(page_size=8), row_layout(model.config)
+    keys_or_values = 4 * 8 * layout.kv_heads * layout.width * 8  # bytes of four pages in float64
+    total, allocated = 1000 + 4 * 2 * 3 * keys_or_values, 1000  # three layers
+    for more, blocks in ((0, None), (4, 4)):
+        breakdown = (torch.device("cpu"), total + more, 0, allocated)
+        monkeypatch.setattr(continuous_batching, "get_device_and_memory_breakdown", lambda found=breakdown: found)
+        assert with_sizes(model, settings, hints).num_blocks == blocks
+
+
+def test_requests_without_tokens_which_pad_a_batch_have_no_rows() -> None:
+    """Transformers pads batches where it compiles the model."""
+    read, new_rows = torch.tensor([4, 5, 6, 0, 9]), torch.tensor([6, 0, 9])
+    allocator: Any = SimpleNamespace(index=1)
+    found = find_requests(allocator, [0, 1, 3, 3], [0, 3, 5, 5], [read[:0], read], [new_rows[:0], new_rows])
+    assert found.spans == [Span(slice(0, 1), slice(0, 3)), Span(slice(1, 3), slice(3, 5))]
+    assert found.table is read and found.new_rows is new_rows
+    assert find_requests(allocator, [0, 3], [0, 3], [read[:0]] * 2, [new_rows] * 2).table is new_rows
 
 
 def test_an_answer_may_end_with_the_last_position() -> None:
