@@ -57,12 +57,15 @@ def test_outputs_and_gradients_are_those_of_the_golden_case(name: str, implement
         torch.testing.assert_close(gradient, true, atol=1e-14, rtol=1e-13)
 
 
+@pytest.mark.parametrize("mask", [None, "bias"])
 @pytest.mark.parametrize("implementation", [*sorted(COMPOSING_IMPLEMENTATIONS.keys() - {"triton"}), "sdpa"])
-def test_without_composition_a_bias_is_an_additive_mask(implementation: str) -> None:
-    tensors, keywords = random_inputs(Case(40, 70, heads=(4, 2), stages=(), tables=("bias",)))
+def test_without_composition_a_bias_is_an_additive_mask(implementation: str, mask: str | None) -> None:
+    """Also beside a mask that is additive itself."""
+    tensors, keywords = random_inputs(Case(40, 70, heads=(4, 2), stages=(), tables=("bias",), mask=mask))
     output, *gradients = run(tensors, keywords, implementation)
-    mask = at_distances(keywords.pop("position_bias"), key_distances(40, 70, None, torch.device("cpu")))[None]
-    expected, *true = run(tensors, keywords | {"attention_mask": mask}, "eager")
+    by_distance = at_distances(keywords.pop("position_bias"), key_distances(40, 70, None, torch.device("cpu")))[None]
+    given = keywords.get("attention_mask", 0.0)
+    expected, *true = run(tensors, keywords | {"attention_mask": given + by_distance}, "eager")
     for ours, theirs in zip((output, *gradients), (expected, *true), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=1e-12)
 
