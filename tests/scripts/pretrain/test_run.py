@@ -239,12 +239,12 @@ def test_another_run_is_not_overwritten_unless_asked(finished: Result, corpus: P
 def test_a_mistake_changes_nothing(overwrite: bool, corpus: Path, tmp_path: Path):
     killed_run(tmp_path / "run", corpus, 5)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    for changes in (
-        {"vocab_size": 280, "model_config": {"vocab_size": 64}},
-        {"dataset": "missing.txt"},
-        {"sequence_length": 5000},
+    for changes, message in (
+        ({"vocab_size": 280, "model_config": {"vocab_size": 64}}, "280 tokens, more than the model's vocab_size=64"),
+        ({"dataset": "missing.txt"}, "missing.txt"),
+        ({"sequence_length": 5000}, "5000"),
     ):
-        with pytest.raises(UserError):
+        with pytest.raises(UserError, match=message):
             run(tmp_path / "run", corpus, overwrite=overwrite, **changes)
         assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
         assert not (tmp_path / "run" / ".prepared").exists()

@@ -394,8 +394,14 @@ def test_a_file_of_the_package_under_another_name_is_found_out(monkeypatch: pyte
 def test_answers_may_differ_by_rounding_only() -> None:
     answer = torch.linspace(-4, 4, 9)
     assert compare_answers({"plain": answer}, {"plain": answer + 1e-6}).max_difference == pytest.approx(1e-6, rel=0.3)
-    for other in ({"plain": answer + 1e-4}, {"plain": answer[:-1]}, {"plain": answer * torch.nan}, {}):
-        with pytest.raises(UserError):
+    for other, message in (
+        ({"plain": answer + 1e-4}, "differs by 1.0e-04"),
+        ({"plain": answer * torch.nan}, "differs by nan"),
+        ({"plain": answer[:-1]}, "another shape or dtype"),
+        ({"plain": answer.double()}, "another shape or dtype"),
+        ({}, r"with the package the answers are \['plain'\], without it \[\]"),
+    ):
+        with pytest.raises(UserError, match=message):
             compare_answers({"plain": answer}, other)
     with pytest.raises(UserError, match="generated"):
         compare_answers({"generated": torch.tensor([1, 2])}, {"generated": torch.tensor([1, 3])})

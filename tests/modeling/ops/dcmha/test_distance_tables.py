@@ -180,6 +180,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"offset": torch.zeros(2, dtype=torch.long)}, "offset must be one integer"),
     ({"offset": torch.ones(1, 1, dtype=torch.long)}, r"offset must be one integer, not \(1, 1\) of torch.int64"),
     ({"offset": torch.tensor(True)}, r"offset must be one integer, not \(\) of torch.bool"),
+    ({"offset": torch.tensor(1.5)}, r"offset must be one integer, not \(\) of torch.float32"),
     ({"offset": 3, "position_gain": torch.ones(7, 4)}, "position_gain has 7 rows, but queries reach over 10 keys"),
     ({"compose_position_bias": True, "position_gain": torch.ones(7, 4)}, "needs a position_bias to compose"),
 ]

@@ -745,8 +745,11 @@ def test_what_the_kernels_do_not_support_is_an_error(change: dict[str, Any], mes
 @torch.no_grad()
 def test_a_mask_that_learns_is_fine_where_no_gradient_is_asked_for() -> None:
     tensors, keywords = cast(*random_inputs(Case(9, 9)), torch.float32)
-    mask = torch.zeros(1, 1, 9, 9, requires_grad=True)
-    dcmha_triton(*tensors[:3], **{**keywords, "attention_mask": mask})
+    mask = torch.randn(1, 1, 9, 9, requires_grad=True)
+    found, expected = (
+        dcmha_triton(*tensors[:3], **{**keywords, "attention_mask": one})[0] for one in (mask, mask.detach())
+    )
+    assert torch.equal(found, expected)
 
 
 def test_an_unknown_dtype_is_an_error() -> None:
