@@ -1,15 +1,17 @@
 """Samples, rounds and allocator high-water marks."""
 
-import time
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
+from dynattn.scripts.common import measuring
 from dynattn.scripts.common.measuring import (
     LEAST_ROUNDS,
     MOST_CALLS,
+    SLOW_SAMPLES,
     calls_of_a_sample,
     interleave,
     peak_memory,
@@ -19,9 +21,30 @@ from dynattn.scripts.common.measuring import (
 CPU = torch.device("cpu")
 
 
-def test_samples_end_where_the_budget_does() -> None:
-    samples = interleave({"slow": lambda: time.sleep(0.02) or 0.0, "fast": lambda: 0.0}, rounds=8, budget=0.01)
-    assert {name: len(taken) for name, taken in samples.items()} == {"slow": LEAST_ROUNDS, "fast": 8}
+class Clock:
+    """Stands still but for calls of `work`, which take as long as they say."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def work(self, seconds: float) -> float:
+        self.now += seconds
+        return seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(measuring, "time", made)
+    return made
+
+
+@pytest.mark.parametrize(("budget", "rounds"), [(1.0, LEAST_ROUNDS), (4.0, 5)])
+def test_samples_end_where_the_budget_does(budget: float, rounds: int, clock: Clock) -> None:
+    samples = interleave({"slow": lambda: clock.work(1.0), "fast": lambda: 0.0}, rounds=8, budget=budget)
+    assert {name: len(taken) for name, taken in samples.items()} == {"slow": rounds, "fast": 8}
 
 
 def test_candidates_take_turns() -> None:
@@ -39,15 +62,20 @@ def test_candidates_take_turns() -> None:
     assert samples == {"a": [1.0, 4.0, 7.0], "b": [2.0, 5.0, 8.0], "c": [3.0, 6.0, 9.0]}
 
 
-def test_one_slow_call_does_not_shrink_the_samples() -> None:
-    calls = []
-
-    def call() -> None:
-        calls.append(None)
-        time.sleep(0.1 if len(calls) == 1 else 0.001)
-
-    assert calls_of_a_sample(call, CPU, seconds=0.02) > 5
-    assert calls_of_a_sample(lambda: None, CPU, seconds=1.0) == MOST_CALLS
+@pytest.mark.parametrize(
+    ("first", "later", "calls"),
+    [
+        (1.0, 0.25, 8),  # one slow call does not shrink the sample
+        (0.25, 1.0, 8),
+        (0.75, 0.75, 3),
+        (2.0 * SLOW_SAMPLES, 1.0, 2),
+        (2.0 * SLOW_SAMPLES + 1.0, 1.0, 1),  # which no interruption explains
+        (0.0, 0.0, MOST_CALLS),
+    ],
+)
+def test_a_sample_has_the_calls_that_fill_its_time(first: float, later: float, calls: int, clock: Clock) -> None:
+    durations = itertools.chain([first], itertools.repeat(later))
+    assert calls_of_a_sample(lambda: clock.work(next(durations)), CPU, seconds=2.0) == calls
 
 
 def test_a_summary_has_median_minimum_and_spread() -> None:
