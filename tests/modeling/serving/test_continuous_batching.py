@@ -106,7 +106,7 @@ def manager_of(model: PreTrainedModel, **settings: Any) -> Iterator[ComposedBatc
 
 
 def results(manager: ContinuousBatchingManager, count: int, seconds: float = 120) -> dict[str, Any]:
-    """The finished results of `number` requests."""
+    """The finished results of `count` requests."""
     finished: dict[str, Any] = {}
     deadline = time.monotonic() + seconds
     while len(finished) < count and time.monotonic() < deadline:
