@@ -51,7 +51,7 @@ def test_a_layer_returns_the_counted_keys_and_the_new_tokens_are_where_the_offse
 
 def test_only_unused_places_behind_the_tokens_need_an_offset() -> None:
     assert first_query_offset(None, FULL, 3) is None and key_count(None, FULL, 3) == 3
-    assert first_query_offset(DynamicCache(), FULL, 3) is None, "its layers do not exist yet"
+    assert first_query_offset(DynamicCache(), 0, 3) is None, "it has no layer yet"
     assert first_query_offset(static(WINDOW), SLIDING, 1) is None
     offset = first_query_offset(cache := static(4), FULL, 1)
     append(cache, 1)
