@@ -67,7 +67,7 @@ class DynamicComposition(nn.Module):
         *,
         sides: tuple[str, ...] | None = None,
         input_size: int | None = None,
-        static: bool | None = None,
+        static: bool = True,
     ) -> None:
         """Allocates the weights; `init_composition` draws them.
 
@@ -77,7 +77,7 @@ class DynamicComposition(nn.Module):
         Args:
             sides: the sides (query, key) whose terms are generated, by default all that the configuration composes.
             input_size: width of the input of `forward`, by default the hidden size.
-            static: whether this generator holds the static matrices, by default as configured.
+            static: whether this generator holds the static matrices, if the configuration has any.
         """
         super().__init__()
         self.stages, self.sides = config.compose_stages, config.compose_sides if sides is None else sides
@@ -97,7 +97,7 @@ class DynamicComposition(nn.Module):
             self.factor_weight = nn.Parameter(torch.empty(self.groups, components, width, 2 * self.rank, heads))
         if components and self.has_gate:
             self.gate_weight = nn.Parameter(torch.empty(input_size, self.groups, components, heads))
-        if config.compose_static if static is None else static:
+        if config.compose_static and static:
             self.static_weight = nn.Parameter(torch.empty(len(self.stages), self.groups, heads, heads))
 
     def forward(self, hidden_states: Tensor) -> PackedFactors:
@@ -116,8 +116,9 @@ class DynamicComposition(nn.Module):
             terms += self._low_rank_terms(hidden_states)
         if self.gate_weight is not None:
             terms.append(self._gates(hidden_states))
-        # Packed in one step, each component in memory of its own, since few operations make a training step short.
-        components = torch.cat(terms, dim=3).unbind(0)
+        # All components are packed and their groups joined at once, since few operations make a training step short.
+        packed = torch.cat(terms, dim=3).unflatten(0, (self.groups, -1))  # [G, C, B, T, terms, H/G]
+        components = packed.permute(1, 2, 3, 4, 0, 5).flatten(4).unbind(0)
         names = [f"{stage}_{side}" for stage in self.stages for side in self.sides]
         return PackedFactors(**dict(zip(names, components, strict=True)), static=static)
 
@@ -132,25 +133,19 @@ class DynamicComposition(nn.Module):
         return compositions.get("pre"), compositions.get("post")
 
     def _low_rank_terms(self, hidden_states: Tensor) -> list[Tensor]:
-        """Down and up factors, `[C, B, T, R, H]` each, of `[B, T, E]`; down has unit mean square in each group."""
+        """Down and up factors, `[G * C, B, T, R, H/G]` each, of `[B, T, E]`; down has unit mean square."""
         hidden = self.dropout(self.act_fn(hidden_states @ self.hidden_weight.flatten(1)))
         # Groups and components are joined to one dimension, since the gradient of the weight then has the strides of
         # the weight, and DistributedDataParallel warns about a copy otherwise.
-        products = self.factor_weight.flatten(0, 1)
-        hidden = hidden.unflatten(-1, products.shape[:2])
-        factors = torch.einsum("btpk,pkrh->pbtrh", hidden, products)
-        down, up = factors.split(self.rank, dim=3)
-        return [self._join_groups(rms_norm(down, self.eps)), self._join_groups(up)]
+        weight = self.factor_weight.flatten(0, 1)
+        hidden = hidden.unflatten(-1, weight.shape[:2])
+        down, up = torch.einsum("btck,ckrh->cbtrh", hidden, weight).split(self.rank, dim=3)
+        return [rms_norm(down, self.eps), up]
 
     def _gates(self, hidden_states: Tensor) -> Tensor:
-        """Gates `[C, B, T, 1, H]` of `[B, T, E]`."""
+        """Gates `[G * C, B, T, 1, H/G]` of `[B, T, E]`."""
         gates = self.dropout(torch.tanh(hidden_states @ self.gate_weight.flatten(1)))
-        gates = gates.unflatten(-1, (-1, 1, self.gate_weight.shape[-1]))  # [B, T, G * C, 1, H/G]
-        return self._join_groups(gates.permute(2, 0, 1, 3, 4))
-
-    def _join_groups(self, terms: Tensor) -> Tensor:
-        """Joins the heads of all groups: `[G * C, B, T, terms, H/G]` to `[C, B, T, terms, H]`."""
-        return terms.unflatten(0, (self.groups, -1)).permute(1, 2, 3, 4, 0, 5).flatten(4)
+        return gates.unflatten(-1, (-1, 1, self.gate_weight.shape[-1])).permute(2, 0, 1, 3, 4)
 
 
 def make_generators(
