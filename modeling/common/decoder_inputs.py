@@ -89,13 +89,7 @@ def prepare_decoder_inputs(decoder: Any, given: DecoderArguments) -> DecoderInpu
     config = decoder.config
     check_tokens(given.input_ids, given.inputs_embeds)
     inputs_embeds = decoder.embed_tokens(given.input_ids) if given.inputs_embeds is None else given.inputs_embeds
-    check_position_ids(given.position_ids, inputs_embeds)
-    is_of_both = isinstance(given.past_key_values, EncoderDecoderCache)  # has no layers of its own
-    if is_of_both or not isinstance(given.past_key_values, (Cache, type(None))):
-        name = type(given.past_key_values).__name__
-        raise ValueError(f"past_key_values is a {name}; give a Cache, such as DynamicCache(config=config)")
-    exact = given.past_key_values is None and not is_tracing(inputs_embeds)  # exported sizes may differ
-    check_attention_mask(given.attention_mask, inputs_embeds, given.past_key_values, exact)
+    check_arguments(given, inputs_embeds)
     starts = packed_document_starts(given, inputs_embeds)
     if given.cu_seq_lens is not None:
         given = given._replace(attention_mask=mask_beside_borders(given.attention_mask))
@@ -117,6 +111,18 @@ def prepare_decoder_inputs(decoder: Any, given: DecoderArguments) -> DecoderInpu
     return DecoderInputs(inputs_embeds, position_ids, cache, masks, starts)
 
 
+def check_arguments(given: DecoderArguments, inputs_embeds: Tensor) -> None:
+    """Raises ValueError if positions or mask do not fit embeddings `[B, T, E]`, or the cache is of the wrong kind."""
+    check_position_ids(given.position_ids, inputs_embeds)
+    cache = given.past_key_values
+    is_of_both = isinstance(cache, EncoderDecoderCache)  # has no layers of its own
+    if is_of_both or not isinstance(cache, (Cache, type(None))):
+        name = type(cache).__name__
+        raise ValueError(f"past_key_values is a {name}; give a Cache, such as DynamicCache(config=config)")
+    exact = cache is None and not is_tracing(inputs_embeds)  # exported sizes may differ
+    check_attention_mask(given.attention_mask, inputs_embeds, cache, exact)
+
+
 def refuse_later_tokens(options: dict[str, Any]) -> None:
     """Raises ValueError if `is_causal`, a keyword of the call or a field of the configuration, is False."""
     if options.get("is_causal") is False:
@@ -124,14 +130,6 @@ def refuse_later_tokens(options: dict[str, Any]) -> None:
             "is_causal=False is not supported: tokens of these decoders see no later ones; leave it out, or take an "
             "encoder"
         )
-
-
-def may_pack_documents(given: DecoderArguments) -> bool:
-    """Whether the arguments can say that a row packs several documents; their values and the cache are not read."""
-    if given.cu_seq_lens is not None:
-        return True
-    positions_tell = given.attention_mask is None or is_complete_mask(given.attention_mask)
-    return positions_tell and given.position_ids is not None and given.position_ids.shape[-1] > 1
 
 
 def packed_document_starts(given: DecoderArguments, inputs_embeds: Tensor) -> Tensor | None:
@@ -143,19 +141,19 @@ def packed_document_starts(given: DecoderArguments, inputs_embeds: Tensor) -> Te
     Raises:
         ValueError: `cu_seq_lens` do not fit, or come with cached tokens, of which they say nothing.
     """
-    if not may_pack_documents(given):
-        return None
-    holds_tokens = not is_empty(given.past_key_values)
-    if given.cu_seq_lens is not None and holds_tokens:
-        raise ValueError(
-            "cu_seq_lens gives borders of documents from the start of a cache, but past_key_values holds tokens "
-            "already; leave cu_seq_lens out, or give an empty cache"
-        )
     if given.cu_seq_lens is not None:
+        if not is_empty(given.past_key_values):
+            raise ValueError(
+                "cu_seq_lens gives borders of documents from the start of a cache, but past_key_values holds tokens "
+                "already; leave cu_seq_lens out, or give an empty cache"
+            )
         return starts_by_borders(given.cu_seq_lens, inputs_embeds)
-    if holds_tokens:
+    positions, mask = given.position_ids, given.attention_mask
+    positions_tell = mask is None or is_complete_mask(mask)
+    # The cache is asked last, because its length may have to be read from a device.
+    if positions is None or positions.shape[-1] == 1 or not positions_tell or not is_empty(given.past_key_values):
         return None
-    return packed_starts(given.position_ids, inputs_embeds.shape[:2])  # type: ignore[arg-type]
+    return packed_starts(positions, inputs_embeds.shape[:2])
 
 
 def is_empty(cache: Cache | None) -> bool:
