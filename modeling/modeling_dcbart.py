@@ -13,7 +13,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from ..configuration.configuration_dcbart import DCBartConfig
 from .caches.composed_cache import upgrade_to_composed_cache
-from .caches.names import NEW_NAME, OLD_NAME, takes_either_name
+from .caches.names import takes_either_name
 from .common.composed_model import ComposedPreTrainedModel
 from .common.encoder import check_padding_token
 from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, SourceEncoderBody, init_final_logits_bias
@@ -100,7 +100,6 @@ class DCBartPreTrainedModel(ComposedPreTrainedModel):
 
     config: DCBartConfig
     _no_split_modules = ["DCBartEncoderLayer", "DCBartDecoderLayer"]
-    _skip_keys_device_placement = [OLD_NAME, NEW_NAME]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

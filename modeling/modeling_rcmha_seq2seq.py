@@ -10,7 +10,7 @@ from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder
 
 from ..configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
-from .caches.names import NEW_NAME, OLD_NAME, takes_either_name
+from .caches.names import takes_either_name
 from .caches.segment_memory import upgrade_to_memory_cache
 from .common.encoder import check_padding_token
 from .common.packed_documents import packed_starts
@@ -93,7 +93,6 @@ class RCMHASeq2SeqPreTrainedModel(RelativePreTrainedModel):
 
     config: RCMHASeq2SeqConfig
     _no_split_modules = ["RCMHASeq2SeqEncoderLayer", "RCMHASeq2SeqDecoderLayer"]
-    _skip_keys_device_placement = [OLD_NAME, NEW_NAME]
 
 
 class RCMHASeq2SeqStack(RCMHASeq2SeqPreTrainedModel):

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from ..caches.names import NEW_NAME, OLD_NAME, named_cache, takes_either_name
+from ..caches.names import named_cache, takes_either_name
 from ..layers.attention_interface import implementation_for
 from ..serving.requirements import check_paged_cache
 from .activation_checkpointing import check_keeps_cache
@@ -26,9 +26,7 @@ MASK_MAKERS: dict[str, Callable[..., Any]] = {
 
 
 class DecoderPreTrainedModel(FamilyPreTrainedModel):
-    """Flags that hold for every decoder."""
-
-    _skip_keys_device_placement = [OLD_NAME, NEW_NAME]
+    """Tells serving engines what a decoder needs: by default more than a paged cache."""
 
     @property
     def supports_paged_cache(self) -> bool:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import logging
 
+from ..caches.names import NEW_NAME, OLD_NAME
 from ..positions.learned_tables import DistanceTable
 from ..positions.rotary import RotaryEmbedding
 
@@ -19,6 +20,7 @@ class FamilyPreTrainedModel(PreTrainedModel):
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _skip_keys_device_placement = [OLD_NAME, NEW_NAME]
     _can_compile_fullgraph = True
     # Context parallelism splits the keys over devices and drops the mask. Composed heads, relative positions and
     # convolutions need all keys that a query sees on one device.
