@@ -132,6 +132,11 @@ class ComposedConfig(CompositionConfig):
         """Whether any layer reads a table by distance, which only implementations of this package take."""
         return self.position_gain is not None or not self.schemes.isdisjoint(BIAS_SCHEMES)
 
+    @property
+    def needs_own_ops(self) -> bool:
+        """Whether heads are composed, or layers read tables by distance."""
+        return self.composes or self.has_distance_tables
+
     def validate_sliding_window(self) -> None:
         """Part of the strict validation: layer types exist, and sliding layers have a window."""
         check_layer_types(self)

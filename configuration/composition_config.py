@@ -143,6 +143,11 @@ class CompositionConfig(PortableConfig):
         return bool(self.compose_stages) and terms
 
     @property
+    def needs_own_ops(self) -> bool:
+        """Whether only attention implementations of this package compute what the layers ask for."""
+        return self.composes
+
+    @property
     def composes_keys(self) -> bool:
         """Whether cached tokens need their composition factors."""
         return bool(self.compose_stages) and "key" in self.compose_sides

@@ -36,11 +36,11 @@ class ComposedDecoderPreTrainedModel(ComposedPreTrainedModel, DecoderPreTrainedM
     def attends_to_paged_cache(self) -> bool:
         """Whether this package attends to a paged cache, or leaves that to Transformers.
 
-        It does if heads are composed, if layers read tables by distance, or if the model runs with one of this
-        package's implementations other than `eager`, a name that Transformers has too.
+        It does if no other implementation can, or if the model runs with one of this package's implementations other
+        than `eager`, a name that Transformers has too.
         """
-        needs_ours = self.config.composes or self.config.has_distance_tables
-        return needs_ours or self.config._attn_implementation in COMPOSING_IMPLEMENTATIONS.keys() - {"eager"}
+        chosen = self.config._attn_implementation in COMPOSING_IMPLEMENTATIONS.keys() - {"eager"}
+        return self.config.needs_own_ops or chosen
 
 
 class ComposedDecoderBody(DecoderBody):
@@ -69,6 +69,15 @@ class ComposedDecoderBody(DecoderBody):
         if self.position_bias is not None or self.position_gain is not None:
             refuse_reentrant_checkpointing(self)
         return super().prepare_inputs(given)
+
+    def make_masks(
+        self, given: DecoderArguments, inputs_embeds: Tensor, starts: Tensor | None
+    ) -> dict[str, Tensor | None]:
+        """As the base, but where this package's ops get the starts of documents, masks need not keep those apart.
+
+        A mask that does so is complete, and takes memory quadratic in the length.
+        """
+        return super().make_masks(given, inputs_embeds, None if self.config.needs_own_ops else starts)
 
     def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, dict[str, Any]]]:
         """The embeddings `[B, T, E]`, with absolute positions added, and keyword arguments for the layers of each type.

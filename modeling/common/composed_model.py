@@ -39,7 +39,7 @@ class ComposedPreTrainedModel(FamilyPreTrainedModel):
         Raises:
             ValueError: the implementation is unknown, or cannot compose heads or read tables.
         """
-        if self.config.composes or getattr(self.config, "has_distance_tables", False):
+        if self.config.needs_own_ops:
             name = attn_implementation or resolve_implementation(None, composed=True)
             check_implementation(self.config, name)
             return name

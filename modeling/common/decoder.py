@@ -115,27 +115,23 @@ class DecoderBody:
     ) -> dict[str, Tensor | None]:
         """Transformers' mask for each layer type, in the form that the attention implementation takes.
 
-        The masks keep packed documents apart, whose `starts` are `[B, T]`; only models that run with this package's ops
-        pass the starts to those instead, because a complete mask takes memory quadratic in the length. Transformers can
-        itself search positions for packed documents, but takes every jump for a border, so it gets no positions.
+        Transformers can itself search positions for packed documents, but takes every jump for a border, so it gets no
+        positions.
 
         Args:
             inputs_embeds: `[B, T, E]`.
+            starts: index of the first token of each token's document, `[B, T]`, to keep packed documents apart.
         """
-        config, apart = self.config, None
-        if starts is not None and not (
-            getattr(config, "composes", False) or getattr(config, "has_distance_tables", False)
-        ):
-            apart = not_before_document(starts)
+        apart = None if starts is None else not_before_document(starts)
         return {
             layer_type: MASK_MAKERS[layer_type](
-                config=config,
+                config=self.config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=given.attention_mask,
                 and_mask_function=apart,
                 **named_cache(given.past_key_values),
             )
-            for layer_type in sorted(set(config.layer_types))
+            for layer_type in sorted(set(self.config.layer_types))
         }
 
     def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, dict[str, Any]]]:
