@@ -162,20 +162,20 @@ class CausalLMHead:
                 "your own"
             )
         logits = None if in_chunks else self.lm_head(hidden_states)
-        loss = None
-        if labels is not None:
-            check_token_labels(labels, hidden_states)
-            if in_chunks:
-                loss = chunked_causal_loss(hidden_states, self.lm_head.weight, self.lm_head.bias, labels, **kwargs)
-            else:
-                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
-            loss=loss,
+            loss=None if labels is None else self._loss(hidden_states, logits, labels, **kwargs),
             logits=None if skip_logits else logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             **named_cache(cache_in(outputs)),
         )
+
+    def _loss(self, hidden_states: Tensor, logits: Tensor | None, labels: Tensor, **kwargs: Any) -> Tensor:
+        """The loss of logits `[B, T, V]`; without them it is computed in chunks from hidden states `[B, T, E]`."""
+        check_token_labels(labels, hidden_states)
+        if logits is None:
+            return chunked_causal_loss(hidden_states, self.lm_head.weight, self.lm_head.bias, labels, **kwargs)
+        return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
 
 
 class SequenceClassificationHead(GenericForSequenceClassification):

@@ -106,21 +106,15 @@ class Seq2SeqBody:
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             raise ValueError("give decoder_input_ids or decoder_inputs_embeds; or labels, which a head shifts")
         refuse_positions(kwargs)
-        if is_complete_mask(attention_mask):
-            given = f"of shape {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else "by layer type"
-            raise ValueError(
-                f"an attention_mask {given} cannot serve both the encoder and cross-attention, which have other "
-                "queries; give one of shape [batch, source length]"
-            )
-        encoded: Any = encoder_outputs
+        refuse_complete_mask(attention_mask)
         if encoder_outputs is None:
             # Whether tokens see later ones is about the target.
             options = {name: value for name, value in kwargs.items() if name != "is_causal"}
-            encoded = self.encoder(
+            encoder_outputs = self.encoder(
                 input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **options
             )
-        elif not isinstance(encoded, ModelOutput):
-            encoded = BaseModelOutput(*encoded[:3])
+        is_named = isinstance(encoder_outputs, ModelOutput)
+        encoded: Any = encoder_outputs if is_named else BaseModelOutput(*encoder_outputs[:3])
         decoded = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
@@ -242,6 +236,16 @@ class Seq2SeqLMHead:
             added = bias.new_zeros(1, max(tokens - bias.shape[1], 0))
             self.final_logits_bias = torch.cat([bias[:, :tokens], added], dim=1)
         return embeddings
+
+
+def refuse_complete_mask(attention_mask: Any) -> None:
+    """Raises ValueError if the mask of an encoder-decoder's source has an entry for each pair of query and key."""
+    if is_complete_mask(attention_mask):
+        given = f"of shape {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else "by layer type"
+        raise ValueError(
+            f"an attention_mask {given} cannot serve both the encoder and cross-attention, which have other "
+            "queries; give one of shape [batch, source length]"
+        )
 
 
 def check_position_range(position_ids: Tensor, limit: int) -> None:

@@ -69,8 +69,6 @@ class Seq2SeqDecoderBody:
         check_tokens(input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        if past_key_values is not None:
-            check_keeps_cache(self, past_key_values)
         cache = self._cache(past_key_values, use_cache)
         check_source(encoder_hidden_states, inputs_embeds, self.config.hidden_size)
         exact = past_key_values is None and not is_tracing(inputs_embeds)  # exported sizes may differ
@@ -157,10 +155,12 @@ class Seq2SeqDecoderBody:
 
     def _cache(self, cache: Cache | None, use_cache: bool | None) -> EncoderDecoderCache | None:
         """The caller's cache, or a new one if `use_cache` asks for it, prepared by `prepare_cache`."""
-        if cache is None and not use_cache:
-            return None
-        if cache is None:
+        if cache is not None:
+            check_keeps_cache(self, cache)
+        elif use_cache:
             cache = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
+        else:
+            return None
         if not isinstance(cache, EncoderDecoderCache):
             raise ValueError(
                 f"past_key_values is a {type(cache).__name__}; an encoder-decoder keeps its own tokens and the source: "

@@ -1,6 +1,5 @@
 """Dynamically composable multi-head attention (DCMHA, arXiv 2405.08553) as a layer."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -110,26 +109,7 @@ class ComposedAttention(nn.Module):
             key = key[..., : self.head_dim]
             if layers_write_paged_cache(kwargs):
                 key, value = kwargs.pop("cache").update(key, value, self.layer_idx, kwargs=kwargs)
-        stages: dict[str, Composition | None] = {}
-        if self.composition is not None:
-            stages["pre"], stages["post"] = self.assemble(factors)
-        output, weights = self._attention(implementation)(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            dropout=self.attention_dropout if self.training else 0.0,
-            **stages,
-            **kwargs,
-        )
-        if weights is None and kwargs.get("output_attentions") and kwargs.get("paged") is None:
-            raise ValueError(
-                f"attn_implementation={implementation or self.config._attn_implementation!r} returned no attention "
-                "maps; leave output_attentions out, or use attn_implementation='eager'"
-            )
+        output, weights = self._attend(query, key, value, attention_mask, factors, implementation, **kwargs)
         if self.differential is not None:
             output = self.differential.normalize(output)
         return self.o_proj(output.flatten(2)), weights
@@ -143,12 +123,43 @@ class ComposedAttention(nn.Module):
         pre, post = self.composition.assemble(factors)
         return pre, post if self.differential is None else self.differential(post)
 
-    def _attention(self, implementation: str | None) -> Callable:
-        """The attention function of a call, see `forward`."""
-        if self.map_hooks is not None:
-            return self.map_hooks.attend
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        factors: PackedFactors,
+        implementation: str | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The attention function's output `[B, T, H, D]` and maps; see `forward` for its arguments and errors."""
         name = implementation or self.config._attn_implementation
-        return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        if self.map_hooks is not None:
+            attend = self.map_hooks.attend
+        else:
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        stages: dict[str, Composition | None] = {}
+        if self.composition is not None:
+            stages["pre"], stages["post"] = self.assemble(factors)
+        output, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            dropout=self.attention_dropout if self.training else 0.0,
+            **stages,
+            **kwargs,
+        )
+        if weights is None and kwargs.get("output_attentions") and kwargs.get("paged") is None:
+            raise ValueError(
+                f"attn_implementation={name!r} returned no attention maps; leave output_attentions out, or use "
+                "attn_implementation='eager'"
+            )
+        return output, weights
 
     def project(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
