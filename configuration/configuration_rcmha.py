@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 
-from .field_rules import check_buckets, check_even_heads
+from .field_rules import check_buckets, check_choices, check_even_heads
 from .portable_config import MLP_PLAN, model_size
 from .relative_config import RelativeConfig
 
@@ -93,7 +93,8 @@ class RCMHAConfig(RelativeConfig):
 
     def validate_choices(self) -> None:
         """Part of the strict validation: named options exist and may be combined."""
-        self.require_choices(memory_type=MEMORY_TYPES, position_scheme=MEMORY_SCHEMES)
+        check_choices(self, memory_type=MEMORY_TYPES, position_scheme=MEMORY_SCHEMES)
+        super().validate_choices()
         check_buckets(self)
 
     def validate_heads(self) -> None:

@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from huggingface_hub.dataclasses import strict
 
+from .field_rules import check_choices
 from .portable_config import model_size
 from .relative_config import RelativeConfig
 
@@ -77,7 +78,8 @@ class RCMHASeq2SeqConfig(RelativeConfig):
 
     def validate_choices(self) -> None:
         """Part of the strict validation: named options exist and may be combined."""
-        self.require_choices(position_scheme=SEQ2SEQ_SCHEMES)
+        check_choices(self, position_scheme=SEQ2SEQ_SCHEMES)
+        super().validate_choices()
 
     def validate_convolution(self) -> None:
         """Part of the strict validation: a centred kernel has an odd size, so that one token is in its middle."""

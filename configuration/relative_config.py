@@ -56,14 +56,9 @@ class RelativeConfig(PortableConfig):
         """Whether queries, keys and values are convolved."""
         return self.attention_type in ("rcmha", "mdha")
 
-    def require_choices(self, **choices: tuple[str, ...]) -> None:
-        """Raises ValueError where a field has none of its choices, or a relative model has a position scheme too.
-
-        Args:
-            choices: for each field that a subclass adds, the values that it may have. One of these fields is
-                `position_scheme`.
-        """
-        check_choices(self, attention_type=ATTENTION_TYPES, **choices)
+    def validate_choices(self) -> None:
+        """Part of the strict validation: the attention type exists and fits the subclass's `position_scheme`."""
+        check_choices(self, attention_type=ATTENTION_TYPES)
         if self.is_relative and self.position_scheme != "none":
             raise ValueError(
                 f"position_scheme {self.position_scheme!r} is for 'mdha' and 'mha'; {self.attention_type!r} has "
