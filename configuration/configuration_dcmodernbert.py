@@ -101,8 +101,8 @@ class DCModernBertConfig(CompositionConfig):
         if unknown := sorted(given.keys() - THETAS.keys()):
             raise ValueError(f"rope_parameters has {unknown}; it must have parameters for each of {sorted(THETAS)}")
         self.rope_parameters = {
-            kind: {"rope_type": "default", "rope_theta": theta, **(given.get(kind) or {})}
-            for kind, theta in THETAS.items()
+            layer_type: {"rope_type": "default", "rope_theta": theta, **(given.get(layer_type) or {})}
+            for layer_type, theta in THETAS.items()
         }
         self.validate_rotary()
         return kwargs
@@ -114,10 +114,10 @@ class DCModernBertConfig(CompositionConfig):
 
     def validate_rotary(self) -> None:
         """Part of the strict validation: the rotary parameters of both layer types are complete and fit the heads."""
-        for kind, rope in (self.rope_parameters or {}).items():
+        for layer_type, rope in (self.rope_parameters or {}).items():
             check_rope_parameters(rope, self.head_dim or 0)
-            if rope["rope_type"] != "default":
-                raise ValueError(f"rope_parameters: rope_type of {kind} ({rope['rope_type']!r}) must be 'default'")
+            if (kind := rope["rope_type"]) != "default":
+                raise ValueError(f"rope_parameters: rope_type of {layer_type} ({kind!r}) must be 'default'")
 
 
 DCModernBertConfig.sizes = {

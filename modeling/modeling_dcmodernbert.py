@@ -93,8 +93,8 @@ class DCModernBertModel(EncoderBody, DCModernBertPreTrainedModel):
         self.embed_norm, self.dropout = make_norm(config), nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList([DCModernBertLayer(config, layer) for layer in range(config.num_hidden_layers)])
         self.norm = make_norm(config)
-        kinds, parameters = sorted(set(config.layer_types or ())), config.rope_parameters or {}
-        self.rotary_emb = nn.ModuleDict({kind: rotary_with(config, parameters[kind]) for kind in kinds})
+        layer_types, ropes = sorted(set(config.layer_types or ())), config.rope_parameters or {}
+        self.rotary_emb = nn.ModuleDict({name: rotary_with(config, ropes[name]) for name in layer_types})
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -106,7 +106,7 @@ class DCModernBertModel(EncoderBody, DCModernBertPreTrainedModel):
         """Rotary cosines and sines `[B, T, rotary_dim]` for each layer type; positions count from 0 by default."""
         if position_ids is None:
             position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
-        return {kind: rotary(hidden_states, position_ids) for kind, rotary in self.rotary_emb.items()}
+        return {layer_type: rotary(hidden_states, position_ids) for layer_type, rotary in self.rotary_emb.items()}
 
 
 class DCModernBertForMaskedLM(MaskedLMHead, DCModernBertPreTrainedModel):

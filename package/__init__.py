@@ -111,18 +111,18 @@ __all__ = [
 # Where each public name is defined.
 _MODULES = {
     "AttentionMaps": "dynattn.modeling.ops.dcmha.eager",
-    "add_map_hooks": "dynattn.modeling.inspection.map_hooks",
-    "edit_cache": "dynattn.modeling.generation.cache_edit",
-    "prepack": "dynattn.modeling.generation.prepacking",
-    "register_implementation": "dynattn.modeling.layers.attention_interface",
-    "remove_map_hooks": "dynattn.modeling.inspection.map_hooks",
     "ComposedMultiheadAttention": "dynattn.modeling.other_models.multihead_attention",
     "Composition": "dynattn.modeling.ops.dcmha.composition",
+    "add_map_hooks": "dynattn.modeling.inspection.map_hooks",
     "compose_heads_of": "dynattn.modeling.other_models.compose_heads",
     "dcmha_attention": "dynattn.modeling.ops.dcmha.attention",
+    "edit_cache": "dynattn.modeling.generation.cache_edit",
     "keep_attention_outputs": "dynattn.modeling.common.activation_checkpointing",
     "mixer_fields": "dynattn.configuration.mixers",
+    "prepack": "dynattn.modeling.generation.prepacking",
+    "register_implementation": "dynattn.modeling.layers.attention_interface",
     "relative_attention": "dynattn.modeling.ops.relative.attention",
+    "remove_map_hooks": "dynattn.modeling.inspection.map_hooks",
     **{family.config_name: family.configuration for family in FAMILIES.values()},
     **{name: family.modeling for family in FAMILIES.values() for name in family.model_names.values()},
 }

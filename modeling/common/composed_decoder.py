@@ -82,26 +82,27 @@ class ComposedDecoderBody(DecoderBody):
     def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, dict[str, Any]]]:
         """The embeddings `[B, T, E]`, with absolute positions added, and keyword arguments for the layers of each type.
 
-        The arguments are positions, the starts of packed documents, rotary cosines and sines, and tables by distance.
+        The arguments are positions, the starts of packed documents, rotary cosines and sines, tables by distance, and
+        for CARoPE which tokens are padding.
         """
         config = self.config
         hidden_states = with_absolute_positions(config, self.embed_positions, inputs)
-        shared = {
+        shared: dict[str, Any] = {
             "position_ids": inputs.position_ids,
             "first_keys": None if is_complete_mask(given.attention_mask) else inputs.document_starts,
         }
+        if "carope" in config.schemes:
+            length = hidden_states.shape[1]
+            shared["token_mask"] = new_token_mask(given.attention_mask, inputs.past_key_values, length)
         tables = self._distance_tables(given, inputs) if config.has_distance_tables else {}
-        arguments: dict[str, dict[str, Any]] = {}
-        for layer_type in set(config.layer_types):
-            arguments[layer_type] = shared | {
+        return hidden_states, {
+            layer_type: {
+                **shared,
                 "position_embeddings": self._rotations(layer_type, inputs),
                 "tables": tables.get(layer_type, NO_TABLES),
             }
-            if config.scheme_of(layer_type) == "carope":
-                length = hidden_states.shape[1]
-                token_mask = new_token_mask(given.attention_mask, inputs.past_key_values, length)
-                arguments[layer_type]["token_mask"] = token_mask
-        return hidden_states, arguments
+            for layer_type in set(config.layer_types)
+        }
 
     def _rotations(self, layer_type: str, inputs: DecoderInputs) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines `[B, T, rotary_dim]` for the layers of a type; None if positions do not rotate them."""

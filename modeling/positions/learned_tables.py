@@ -80,9 +80,8 @@ def learned_bias(config: Any) -> DistanceTable | None:
     """T5's bias for the heads of a decoder, which all layers share; None if no layer has it."""
     if "t5" not in config.schemes:
         return None
-    std = config.hidden_size**-0.5
-    buckets = {"rows": config.t5_num_buckets, "max_distance": config.t5_max_distance}
-    return DistanceTable(heads=config.num_attention_heads, mean=0.0, std=std, **buckets)
+    rows, std, max_distance = config.t5_num_buckets, config.hidden_size**-0.5, config.t5_max_distance
+    return DistanceTable(rows, config.num_attention_heads, mean=0.0, std=std, max_distance=max_distance)
 
 
 def learned_gain(config: Any) -> DistanceTable | None:
