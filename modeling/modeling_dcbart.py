@@ -1,7 +1,6 @@
 """DCBart: an encoder-decoder like BART and Marian, with dynamically composed attention heads (arXiv 2405.08553)."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,11 +35,14 @@ class DCBartLayer(GradientCheckpointingLayer):
         )
         self.mlp_layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def add(self, hidden_states: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """`norm(h + sublayer(h))`, or `h + sublayer(norm(h))` in pre-norm models, for hidden states `h` `[B, T, E]`."""
-        if self.normalize_before:
-            return hidden_states + self.dropout(sublayer(norm(hidden_states)))
-        return norm(hidden_states + self.dropout(sublayer(hidden_states)))
+    def add(self, hidden_states: Tensor, norm: nn.Module, sublayer: nn.Module, **kwargs: Any) -> Tensor:
+        """`norm(h + sublayer(h))`, or `h + sublayer(norm(h))` in pre-norm models, for hidden states `h` `[B, T, E]`.
+
+        Keywords are those of `sublayer`; if it is attention, its maps are dropped.
+        """
+        update = sublayer(norm(hidden_states) if self.normalize_before else hidden_states, **kwargs)
+        hidden_states = hidden_states + self.dropout(update[0] if isinstance(update, tuple) else update)
+        return hidden_states if self.normalize_before else norm(hidden_states)
 
 
 class DCBartEncoderLayer(DCBartLayer):
@@ -52,7 +54,7 @@ class DCBartEncoderLayer(DCBartLayer):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Maps hidden states `[B, S, E]` to hidden states `[B, S, E]`; keywords are those of `ComposedAttention`."""
-        hidden_states = self.add(hidden_states, self.self_attn_layer_norm, lambda x: self.self_attn(x, **kwargs)[0])
+        hidden_states = self.add(hidden_states, self.self_attn_layer_norm, self.self_attn, **kwargs)
         return self.add(hidden_states, self.mlp_layer_norm, self.mlp)
 
 
@@ -79,19 +81,11 @@ class DCBartDecoderLayer(DCBartLayer):
     ) -> Tensor:
         """Maps hidden states `[B, T, E]`, with those of the encoder `[B, S, E]`, to hidden states `[B, T, E]`."""
         kwargs["past_key_values"] = past_key_values
-
-        def attend(x: Tensor) -> Tensor:
-            """Self-attention of `x` `[B, T, E]`."""
-            return self.self_attn(x, attention_mask=attention_mask, **kwargs)[0]
-
-        def read_source(x: Tensor) -> Tensor:
-            """Cross-attention of `x` `[B, T, E]`."""
-            return self.cross_attn(
-                x, key_value_states=encoder_hidden_states, attention_mask=encoder_attention_mask, **kwargs
-            )[0]
-
-        hidden_states = self.add(hidden_states, self.self_attn_layer_norm, attend)
-        hidden_states = self.add(hidden_states, self.cross_attn_layer_norm, read_source)
+        hidden_states = self.add(
+            hidden_states, self.self_attn_layer_norm, self.self_attn, attention_mask=attention_mask, **kwargs
+        )
+        kwargs |= {"key_value_states": encoder_hidden_states, "attention_mask": encoder_attention_mask}
+        hidden_states = self.add(hidden_states, self.cross_attn_layer_norm, self.cross_attn, **kwargs)
         return self.add(hidden_states, self.mlp_layer_norm, self.mlp)
 
 
