@@ -166,14 +166,14 @@ class RCMHASeq2SeqDecoder(Seq2SeqDecoderBody, RCMHASeq2SeqStack):
     def layer_arguments(
         self,
         inputs_embeds: Tensor,
-        cache: EncoderDecoderCache | None,
+        cache: Cache | None,
         masks: dict[str, Any],
         attention_mask: Tensor | None,
         encoder_attention_mask: Tensor | None,
     ) -> dict[str, Any]:
         """The `Segment` of the target, and which source tokens are real `[B, S]`; arguments are those of the base."""
-        own: Cache | None = None if cache is None else cache.self_attention_cache
-        segment = describe_segment(self.config, inputs_embeds, own, masks["attention_mask"], given_mask=attention_mask)
+        mask = masks["attention_mask"]
+        segment = describe_segment(self.config, inputs_embeds, cache, mask, given_mask=attention_mask)
         return {"segment": segment, "source_mask": source_token_mask(self.config, encoder_attention_mask)}
 
 

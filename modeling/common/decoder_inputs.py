@@ -184,20 +184,20 @@ def default_positions(
     Absolute positions count only the real tokens of a mask `[B, S]`. All other schemes depend on differences of
     positions alone, which padding on the left does not change.
     """
-    length = inputs_embeds.shape[1]
-    is_absolute = getattr(config, "position_scheme", None) in ABSOLUTE_SCHEMES
-    counted = positions_of_real_tokens(attention_mask, cache, length) if is_absolute else None
-    if counted is not None:
-        return counted
-    indices = torch.arange(length, device=inputs_embeds.device)[None]
     if starts is not None:
-        return indices - starts
-    return indices + (cache.get_seq_length() if cache is not None else 0)
+        return torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None] - starts
+    is_absolute = getattr(config, "position_scheme", None) in ABSOLUTE_SCHEMES
+    return count_positions(attention_mask if is_absolute else None, inputs_embeds, cache)
 
 
-def positions_of_real_tokens(attention_mask: Any, cache: Cache | None, length: int) -> Tensor | None:
-    """Positions `[B, T]` of `T` new tokens that count only the real tokens of a mask `[B, S]`; None without one."""
+def count_positions(attention_mask: Any, inputs_embeds: Tensor, cache: Cache | None) -> Tensor:
+    """Positions `[B, T]` of the tokens `[B, T, E]` after a cache, which count only the real tokens of a mask `[B, S]`.
+
+    Without such a mask they are `[1, T]` and count all tokens.
+    """
+    length = inputs_embeds.shape[1]
     if not isinstance(attention_mask, Tensor) or is_complete_mask(attention_mask):
-        return None
+        past_tokens = 0 if cache is None else cache.get_seq_length()
+        return torch.arange(length, device=inputs_embeds.device)[None] + past_tokens
     counted = (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
     return counted.index_select(1, new_columns(attention_mask, cache, length))

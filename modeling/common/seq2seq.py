@@ -20,7 +20,7 @@ from transformers.utils.import_utils import is_tracing
 from ..caches.names import cache_in, named_cache, takes_either_name
 from ..ops.chunked_loss import IGNORED
 from .classification import check_token_labels
-from .decoder_inputs import positions_of_real_tokens
+from .decoder_inputs import count_positions
 from .encoder import EncoderBody
 from .input_checks import is_complete_mask
 from .seq2seq_decoder import check_length, refuse_positions
@@ -36,14 +36,12 @@ class SourceEncoderBody(EncoderBody):
 
         Positions count the real tokens of a mask `[B, S]` from 0. BART and Marian count padding on the left, too.
         """
-        limit, length = self.config.max_position_embeddings, inputs_embeds.shape[1]
-        check_length(length, limit, "source")
-        if position_ids is not None:
-            check_position_range(position_ids, limit)
-        else:
-            position_ids = positions_of_real_tokens(attention_mask, None, length)
+        limit = self.config.max_position_embeddings
+        check_length(inputs_embeds.shape[1], limit, "source")
         if position_ids is None:
-            position_ids = torch.arange(length, device=inputs_embeds.device)[None]
+            position_ids = count_positions(attention_mask, inputs_embeds, None)
+        else:
+            check_position_range(position_ids, limit)
         return self.add_positions(inputs_embeds, position_ids)
 
 

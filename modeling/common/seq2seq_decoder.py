@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -18,7 +17,7 @@ from ..caches.key_places import past_tokens_within
 from ..caches.names import named_cache, takes_either_name
 from ..layers.attention_interface import implementation_for
 from .activation_checkpointing import check_keeps_cache
-from .decoder_inputs import positions_of_real_tokens, refuse_later_tokens
+from .decoder_inputs import count_positions, refuse_later_tokens
 from .input_checks import check_attention_mask, check_cached_length, check_tokens
 
 
@@ -70,17 +69,18 @@ class Seq2SeqDecoderBody:
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         cache = self._cache(past_key_values, use_cache)
+        own = None if cache is None else cache.self_attention_cache
         check_source(encoder_hidden_states, inputs_embeds, self.config.hidden_size)
         exact = past_key_values is None and not is_tracing(inputs_embeds)  # exported sizes may differ
-        check_attention_mask(attention_mask, inputs_embeds, cache, exact=exact)
-        if cache is not None:
-            check_cached_length(attention_mask, inputs_embeds, cache.self_attention_cache)
-        check_attention_mask(encoder_attention_mask, encoder_hidden_states, cache, exact=True)  # type: ignore[arg-type]
-        check_target_length(cache, inputs_embeds.shape[1], self.config.max_position_embeddings)
-        hidden_states = self.embed(inputs_embeds, attention_mask, cache)
-        masks = self._masks(inputs_embeds, attention_mask, encoder_hidden_states, encoder_attention_mask, cache)
+        check_attention_mask(attention_mask, inputs_embeds, own, exact=exact)
+        if own is not None:
+            check_cached_length(attention_mask, inputs_embeds, own)
+        check_attention_mask(encoder_attention_mask, encoder_hidden_states, own, exact=True)  # type: ignore[arg-type]
+        check_target_length(own, inputs_embeds.shape[1], self.config.max_position_embeddings)
+        hidden_states = self.add_positions(inputs_embeds, count_positions(attention_mask, inputs_embeds, own))
+        masks = self._masks(inputs_embeds, attention_mask, encoder_hidden_states, encoder_attention_mask, own)
         implementation = implementation_for(self.config, kwargs)
-        arguments = self.layer_arguments(inputs_embeds, cache, masks, attention_mask, encoder_attention_mask)
+        arguments = self.layer_arguments(inputs_embeds, own, masks, attention_mask, encoder_attention_mask)
         for layer in self.layers:
             hidden_states = layer(
                 hidden_states,
@@ -96,25 +96,13 @@ class Seq2SeqDecoderBody:
             last_hidden_state=self.norm(hidden_states), **named_cache(cache if use_cache else None)
         )
 
-    def embed(self, inputs_embeds: Tensor, attention_mask: Any, cache: EncoderDecoderCache | None) -> Tensor:
-        """The first layer's hidden states `[B, T, E]`, from embeddings `[B, T, E]` of tokens after the cached ones.
-
-        Positions count the real tokens of a mask `[B, past + T]`.
-        """
-        length, own = inputs_embeds.shape[1], None if cache is None else cache.self_attention_cache
-        position_ids = positions_of_real_tokens(attention_mask, own, length)
-        if position_ids is None:
-            past_tokens = 0 if own is None else own.get_seq_length()
-            position_ids = torch.arange(length, device=inputs_embeds.device)[None] + past_tokens
-        return self.add_positions(inputs_embeds, position_ids)
-
     def prepare_cache(self, cache: EncoderDecoderCache) -> None:
         """Makes `cache`, in place, keep what the family's layers need besides keys and values; here nothing."""
 
     def layer_arguments(
         self,
         inputs_embeds: Tensor,
-        cache: EncoderDecoderCache | None,
+        cache: Cache | None,
         masks: dict[str, Any],
         attention_mask: Tensor | None,
         encoder_attention_mask: Tensor | None,
@@ -123,7 +111,7 @@ class Seq2SeqDecoderBody:
 
         Args:
             inputs_embeds: `[B, T, E]`.
-            cache: of both attentions.
+            cache: of self-attention.
             masks: what `_masks` returned.
             attention_mask, encoder_attention_mask: as the caller gave them.
         """
@@ -135,15 +123,15 @@ class Seq2SeqDecoderBody:
         attention_mask: Tensor | None,
         encoder_hidden_states: Tensor | None,
         encoder_attention_mask: Tensor | None,
-        cache: EncoderDecoderCache | None,
+        cache: Cache | None,
     ) -> dict[str, Any]:
-        """The masks of self-attention and cross-attention, in the form that the attention implementation takes."""
+        """The masks of self-attention, with its `cache`, and of cross-attention, as the implementation takes them."""
         return {
             "attention_mask": create_causal_mask(
                 config=self.config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
-                **named_cache(None if cache is None else cache.self_attention_cache),
+                **named_cache(cache),
             ),
             "encoder_attention_mask": create_bidirectional_mask(
                 config=self.config,
@@ -206,10 +194,9 @@ def check_cross_attention_cache(cache: Cache) -> None:
             )
 
 
-def check_target_length(cache: EncoderDecoderCache | None, length: int, limit: int) -> None:
+def check_target_length(cache: Cache | None, length: int, limit: int) -> None:
     """Raises ValueError if `length` tokens after those of the cache need more than `limit` positions."""
-    own = None if cache is None else cache.self_attention_cache
-    past_tokens = past_tokens_within(own, length, limit)
+    past_tokens = past_tokens_within(cache, length, limit)
     if past_tokens is not None:
         check_length(past_tokens + length, limit, "target")
 
