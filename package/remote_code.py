@@ -149,13 +149,13 @@ def _imported_modules(node: ast.AST, module: str) -> dict[str, list[ast.alias]]:
     if target.partition(".")[0] not in roots:
         return {}
     if target == PACKAGE and node.module:
-        return _behind_the_front_door(node)
+        return _modules_behind_the_package(node)
     if node.module is None or _is_package(target):
         raise ValueError(f"line {node.lineno} of {module} imports from the package {target}; name the module in it")
     return {target: node.names}
 
 
-def _behind_the_front_door(node: ast.ImportFrom) -> dict[str, list[ast.alias]]:
+def _modules_behind_the_package(node: ast.ImportFrom) -> dict[str, list[ast.alias]]:
     """The modules that define what `from dynattn import ...` imports."""
     targets: dict[str, list[ast.alias]] = {}
     for alias in node.names:

@@ -47,11 +47,11 @@ def compact_mask(
         None if the ops hide all that has to be hidden; `[B, S]`, True for real tokens, if there is padding too; else
         (packed documents, static caches) a complete boolean mask `[B, 1, T, S]`, which includes causality and window.
     """
-    end = kv_offset + kv_length
     kwargs |= {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
-    kwargs |= {"attention_mask": attention_mask, "allow_is_causal_skip": allow_is_causal_skip}
+    kwargs |= {"attention_mask": attention_mask}
     if not hasattr(config, "composes"):
-        return sdpa_mask(**kwargs)
+        return sdpa_mask(allow_is_causal_skip=allow_is_causal_skip, **kwargs)
+    end = kv_offset + kv_length
     bidirectional = not allow_is_causal_skip and kwargs.get("allow_is_bidirectional_skip", False)
     # Only causality and windows depend on the positions of queries.
     positions_matter = not bidirectional or kwargs.get("local_size") is not None

@@ -46,9 +46,6 @@ class ImageEmbeddings(nn.Module):
         self._check(pixel_values)
         patches = self.patch_embeddings(pixel_values.to(self.patch_embeddings.weight.dtype))
         rows, columns = patches.shape[-2:]
-        interpolate = (
-            self.config.interpolate_pos_encoding if interpolate_pos_encoding is None else interpolate_pos_encoding
-        )
         patches = patches.flatten(2).mT
         prefix = [token for token in (self.class_token, self.distillation_token) if token is not None]
         tokens = torch.cat([*(token.expand(patches.shape[0], -1, -1) for token in prefix), patches], dim=1)
@@ -56,7 +53,7 @@ class ImageEmbeddings(nn.Module):
             positions = sincos_positions(rows, columns, patches)
             positions = torch.cat([positions.new_zeros(len(prefix), positions.shape[-1]), positions])[None]
         else:
-            positions = self._learned_positions(rows, columns, len(prefix), interpolate)
+            positions = self._learned_positions(rows, columns, len(prefix), interpolate_pos_encoding)
         tokens = tokens + positions
         if self.register_tokens is not None:
             registers = self.register_tokens.expand(tokens.shape[0], -1, -1)
@@ -64,14 +61,18 @@ class ImageEmbeddings(nn.Module):
             tokens = torch.cat([tokens[:, :first], registers, tokens[:, first:]], dim=1)
         return self.dropout(tokens)
 
-    def _learned_positions(self, rows: int, columns: int, prefix: int, interpolate: bool) -> Tensor:
+    def _learned_positions(self, rows: int, columns: int, prefix: int, interpolate: bool | None) -> Tensor:
         """Learned positions `[1, prefix + rows * columns, E]`, those of patches interpolated to the grid if it differs.
+
+        Args:
+            interpolate: whether that is allowed, by default as configured.
 
         Raises:
             ValueError: the grid differs, and interpolation is not allowed.
         """
         assert self.position_embeddings is not None
         own = self.config.grid
+        interpolate = self.config.interpolate_pos_encoding if interpolate is None else interpolate
         # A program that serves images of all sizes interpolates to its own size as well, where that changes nothing.
         serves_all = interpolate and (torch.compiler.is_exporting() or torch.jit.is_tracing())
         if not serves_all and (rows, columns) == own:
