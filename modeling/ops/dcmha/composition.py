@@ -42,6 +42,7 @@ class Composition:
     key_gate: Tensor | None = None
     static: Tensor | None = None
     groups: int = 1
+    # Filled by `unpack_factors`. It is no argument of the constructor, so that `replace` does not pass it on.
     packed: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def tensors(self) -> dict[str, Tensor]:
