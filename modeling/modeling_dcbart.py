@@ -14,7 +14,7 @@ from ..configuration.configuration_dcbart import DCBartConfig
 from .caches.composed_cache import upgrade_to_composed_cache
 from .caches.names import takes_either_name
 from .common.composed_model import ComposedPreTrainedModel
-from .common.encoder import check_padding_token
+from .common.encoder import check_special_tokens
 from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, SourceEncoderBody, init_final_logits_bias
 from .common.seq2seq_decoder import Seq2SeqDecoderBody
 from .layers.composed_attention import ComposedAttention
@@ -189,7 +189,7 @@ class ScaledEmbedding(nn.Embedding):
 
 def make_embedding(config: DCBartConfig) -> ScaledEmbedding:
     """The token embedding, scaled if configured, whose row of the padding token gets no gradient."""
-    check_padding_token(config)
+    check_special_tokens(config, "pad_token_id", "decoder_start_token_id", "forced_eos_token_id")
     scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
     return ScaledEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id, scale)
 

@@ -10,7 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_dcmodernbert import DCModernBertConfig
 from .common.composed_model import ComposedPreTrainedModel
-from .common.encoder import EncoderBody, check_padding_token
+from .common.encoder import EncoderBody, check_special_tokens
 from .common.encoder_heads import (
     EncoderTokenClassificationHead,
     MaskedLMHead,
@@ -88,7 +88,7 @@ class DCModernBertModel(EncoderBody, DCModernBertPreTrainedModel):
 
     def __init__(self, config: DCModernBertConfig) -> None:
         super().__init__(config)
-        check_padding_token(config)
+        check_special_tokens(config, "pad_token_id")
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
         self.embed_norm, self.dropout = make_norm(config), nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList([DCModernBertLayer(config, layer) for layer in range(config.num_hidden_layers)])

@@ -12,7 +12,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from ..configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
 from .caches.names import takes_either_name
 from .caches.segment_memory import upgrade_to_memory_cache
-from .common.encoder import check_padding_token
+from .common.encoder import check_special_tokens
 from .common.packed_documents import packed_starts
 from .common.relative_model import RelativePreTrainedModel
 from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, SourceEncoderBody
@@ -216,7 +216,7 @@ def refuse_packed_documents(position_ids: Tensor) -> None:
 
 def make_embedding(config: RCMHASeq2SeqConfig) -> nn.Embedding:
     """The token embedding, whose row of the padding token gets no gradient."""
-    check_padding_token(config)
+    check_special_tokens(config, "pad_token_id", "decoder_start_token_id")
     return nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
 
 

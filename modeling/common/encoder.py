@@ -51,14 +51,20 @@ def bidirectional_masks(
     }
 
 
-def check_padding_token(config: PreTrainedConfig) -> None:
-    """Raises ValueError if there is a padding token, whose embedding gets no gradient, but not in the vocabulary."""
-    padding, rows = config.pad_token_id, config.vocab_size
-    if padding is not None and not 0 <= padding < rows:
-        raise ValueError(
-            f"pad_token_id ({padding}) must be at least 0 and smaller than vocab_size ({rows}); give that of the "
-            "tokenizer"
-        )
+def check_special_tokens(config: PreTrainedConfig, *names: str) -> None:
+    """Raises ValueError if a field of these `names`, an id or a list of ids, has one that is not in the vocabulary.
+
+    Such an id would end in an error of PyTorch when the model is made, trained or generates. None is no token.
+    """
+    rows = config.vocab_size
+    for name in names:
+        given = getattr(config, name)
+        for token in given if isinstance(given, list) else [given]:
+            if token is not None and not 0 <= token < rows:
+                raise ValueError(
+                    f"{name} ({token}) must be at least 0 and smaller than vocab_size ({rows}); give that of the "
+                    "tokenizer"
+                )
 
 
 class EncoderLayers:

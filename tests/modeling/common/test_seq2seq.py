@@ -389,6 +389,23 @@ def test_labels_cannot_be_shifted_without_their_tokens(name: str) -> None:
         make_model(**{name: None})(input_ids=random_tokens(1, 3), labels=random_tokens(1, 3))
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "given"),
+    [
+        ("dcbart", "pad_token_id", 83),
+        ("rcmha", "pad_token_id", -1),
+        ("dcbart", "decoder_start_token_id", -1),
+        ("rcmha", "decoder_start_token_id", 83),
+        ("dcbart", "forced_eos_token_id", 83),
+        ("dcbart", "forced_eos_token_id", [2, 83]),
+    ],
+)
+def test_special_tokens_outside_the_vocabulary_are_refused(kind: str, name: str, given: int | list[int]) -> None:
+    outside = given[1] if isinstance(given, list) else given
+    with pytest.raises(ValueError, match=rf"{name} \({outside}\) must be at least 0 and smaller than vocab_size"):
+        make_model(kind, **{name: given})
+
+
 @pytest.mark.parametrize("kind", ["dcbart", "mdha"])
 def test_a_saved_model_is_loaded(kind: str, tmp_path: Path) -> None:
     model = make_model(kind)
