@@ -26,7 +26,21 @@ class InspectArguments:
     def __post_init__(self) -> None:
         if self.text is not None and self.file is not None:
             raise UserError("text and file exclude each other; give one")
+        if self.text is not None:
+            check_unicode(self.text)
         if not 2 <= self.max_tokens <= MOST_TOKENS:
             raise UserError(f"max_tokens={self.max_tokens} must be from 2 to {MOST_TOKENS}")
         if self.file is not None and not Path(self.file).is_file():
             raise UserError(f"file={self.file} does not exist; give a text file")
+
+
+def check_unicode(text: str) -> None:
+    """Raises UserError if a text has half of a surrogate pair, as Python reads bytes of a shell that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise UserError(
+            f"text has {half} as character {error.start + 1}: half of a surrogate pair, or a byte that is no UTF-8; "
+            "mend it, or give a UTF-8 file with --file"
+        ) from error

@@ -149,6 +149,10 @@ def test_one_page_holds_everything(checkpoint: Path, tmp_path: Path, capsys: pyt
     [
         (["--layer", "3"], "layer=3 must be from 0 to 2"),
         (["--max_tokens", "1000"], "max_tokens=1000 must be from 2 to 512"),
+        (
+            ["--text", "bad \udcff"],
+            "text has \\udcff as character 5: half of a surrogate pair, or a byte that is no UTF-8",
+        ),
         (["--text", ""], "the text has 0 tokens; give at least 2"),
         (["--text", "a", "--file", "b"], "text and file exclude each other"),
         (["--file", "nowhere.txt"], "file=nowhere.txt does not exist"),
