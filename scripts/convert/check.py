@@ -18,6 +18,9 @@ if TYPE_CHECKING:  # only for annotations: they need torch
 
     from .common.probe import Comparison, Probe
 
+# Fields that only a `config.json` in the authors' formats has, by the conversion that reads it.
+AUTHORS_FIELDS = {"official": {"dim", "n_layer"}, "rcmha": {"kind", "d_model"}}
+
 
 @dataclass
 class CheckArguments:
@@ -44,13 +47,15 @@ def compare_checkpoints(arguments: CheckArguments) -> "Comparison":
     """Runs both models on one probe.
 
     Raises:
-        UserError: one of them does not load, or their vocabularies differ in size.
+        UserError: one of them does not load, or is in the authors' format, or their vocabularies differ in size.
     """
     from .common.hub import locate
     from .common.model_loading import load_config, load_for_probe
     from .common.probe import compare_answers
 
     folders = [locate(arguments.first, arguments.first_revision), locate(arguments.second, arguments.second_revision)]
+    for folder in folders:
+        refuse_authors_format(folder)
     configs = [load_config(folder).get_text_config() for folder in folders]
     rows, others = (getattr(config, "vocab_size", None) for config in configs)
     if rows != others:
@@ -58,6 +63,17 @@ def compare_checkpoints(arguments: CheckArguments) -> "Comparison":
     probe = probe_for(folders[0], configs[0])
     inputs = probe.make(folders[0], *configs)
     return compare_answers(*(probe.ask(load_for_probe(folder, probe), inputs) for folder in folders))
+
+
+def refuse_authors_format(folder: Path) -> None:
+    """Raises UserError if the checkpoint in `folder` is one that Transformers cannot run before it is converted."""
+    raw = read_config(folder)
+    for kind, names in AUTHORS_FIELDS.items():
+        if names <= raw.keys():
+            raise UserError(
+                f"{folder} is in the authors' format; convert it first with `dynattn convert {kind} "
+                f"{folder} DST`, and compare DST"
+            )
 
 
 def probe_for(folder: Path, config: "PreTrainedConfig") -> "Probe":
