@@ -1,6 +1,6 @@
 """Reads a plain model, or one of ours that composes nothing, and plans its conversion."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from dynattn.configuration.mixers import NO_COMPOSITION
 from dynattn.families import FAMILIES
 
 from ...common.errors import UserError
+from ..common.decoder_probe import TEXT
 from ..common.driver import ConversionPlan
 from ..common.dropout import warn_of_dropout
 from ..common.model_loading import load_for_probe
@@ -118,6 +119,9 @@ def plan_upcycling(
     config = make_config(config_class, **{**fields, **chosen_fields(arguments, plain)})
     check_parent(arguments, plain)
     weight_map = parent.weight_map(plain)
+    may_lack_head = parent.probe is not TEXT and not theirs.architectures
+    fix = "name its class in architectures of config.json" if may_lack_head else head_advice(config)
+    refuse_headless(source, [name for rule in weight_map.rules for name in rule.theirs], fix)
     steps, dropped = plan_import(weight_map, source.headers)
     check_import(config, source, steps, auto_class_with_head(config))
     check_copies(source, {drop.theirs: drop.copy_of for drop in weight_map.drops if drop.copy_of is not None})
@@ -144,6 +148,8 @@ def plan_plain(arguments: UpcycleArguments, raw: dict[str, Any], source: TensorS
     ours = read_family(source.folder, raw, (parent.ours,))
     config = make_config(parent.restore, ours)
     model = meta_model(ours, auto_class_with_head(ours))
+    weight_map = parent.weight_map(ours)
+    refuse_headless(source, [name for rule in weight_map.rules for name in rule.ours], head_advice(ours))
     expected = shapes_of(model)
     generators = generators_of(model)
     composition = sorted(f"{name}.{part}" for name, module in generators.items() for part in module.state_dict())
@@ -151,7 +157,7 @@ def plan_plain(arguments: UpcycleArguments, raw: dict[str, Any], source: TensorS
         raise UserError(f"the weights lack {absent[0]} ({len(absent)} in all); config.json asks for it")
     tied: dict[str, str] = model.all_tied_weights_keys
     own = source.headers.keys() - tied.keys()
-    steps = plan_export(parent.weight_map(ours), own - set(composition))
+    steps = plan_export(weight_map, own - set(composition))
     check_shapes(source, {key: shape for key, shape in expected.items() if key in own})
     check_copies(source, tied)
     require_identity(source, generators)
@@ -176,6 +182,22 @@ def auto_class_with_head(config: PreTrainedConfig) -> str:
     family, (name, *_) = FAMILIES[config.model_type], config.architectures or [""]
     heads = {cls: auto for auto, cls in family.model_names.items() if auto != "AutoModel"}
     return heads.get(name, family.main_auto_class)
+
+
+def refuse_headless(source: TensorSource, names: Iterable[str], fix: str) -> None:
+    """Raises UserError where the weights lack the first part of `names`, which models without a head do not write."""
+    for name in names:
+        bare = name.partition(".")[2]
+        if bare in source.headers and name not in source.headers:
+            raise UserError(f"the weights have {bare} and no {name}, so they are of a model without a head; {fix}")
+
+
+def head_advice(config: PreTrainedConfig) -> str:
+    """How a user of weights without a head gets those of a model with one; `config` is of our model."""
+    return (
+        f"give the checkpoint with its head, or load this one with {auto_class_with_head(config)} and save it; a head "
+        "that is not tied to the embedding is then new"
+    )
 
 
 def check_copies(source: TensorSource, originals: Mapping[str, str]) -> None:

@@ -52,6 +52,17 @@ def test_without_a_class_name_it_predicts_masked_tokens(tmp_path: Path) -> None:
     assert_same_weights(weights_of(tmp_path / "parent"), weights_of(tmp_path / "back"))
 
 
+def test_weights_without_a_head_need_the_name_of_their_class(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_encoder_parent("modernbert").model.save_pretrained(tmp_path / "parent")
+    edit_config(tmp_path / "parent", architectures="ABSENT")
+    fix = "are of a model without a head; name its class in architectures of config.json"
+    assert fix in refusal(capsys, "modernbert", tmp_path / "parent", tmp_path / "ours")
+    edit_config(tmp_path / "parent", architectures=["ModernBertModel"])
+    convert_well("modernbert", tmp_path / "parent", tmp_path / "ours", "--no-verify")
+
+
 def test_parent_and_result_can_be_compared_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_encoder_parent("modernbert").save_pretrained(tmp_path / "parent")
     for name, options in {"ours": (), "other": ("--init", "paper")}.items():

@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from cases.checkpoints import contents, convert, edit_weights, refusal
+from cases.checkpoints import contents, convert, edit_weights, refusal, write_checkpoint
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 
 from dynattn import DCFormerConfig, DCPythiaConfig
 
@@ -168,6 +176,32 @@ def test_sources_of_the_wrong_kind(parent: Path, capsys: pytest.CaptureFixture[s
     padded = save(parent.with_name("padded"), GPTNeoXConfig(**NEOX, pad_token_id=101))
     assert "pad_token_id 101 is none of the 101 rows" in refusal(capsys, "pythia", padded, ours)
     assert not ours.exists()
+
+
+@pytest.mark.parametrize("kind", ["llama", "pythia"])
+def test_weights_without_a_head_are_told_from_damaged_ones(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = GPTNeoXConfig(**NEOX) if kind == "pythia" else LlamaConfig(**NEOX)
+    AutoModel.from_config(bare).save_pretrained(tmp_path / "bare")
+    fix = "are of a model without a head; give the checkpoint with its head, or load this one with AutoModelForCausalLM"
+    assert fix in refusal(capsys, kind, tmp_path / "bare", tmp_path / "ours")
+    config_class = DCPythiaConfig if kind == "pythia" else DCFormerConfig
+    plain = config_class(**NEOX, compose_pre=False, compose_post=False, use_qk_norm=False, sliding_window=None)
+    AutoModel.from_config(plain).save_pretrained(tmp_path / "our-bare")
+    assert fix in refusal(capsys, kind, tmp_path / "our-bare", tmp_path / "theirs", "--reverse")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [("official", {"dim": 64, "n_layer": 2}), ("rcmha", {"kind": "rcmha", "heads": 4, "d_model": 64})],
+)
+def test_a_checkpoint_in_the_authors_format_is_converted_before_it_is_compared(
+    kind: str, fields: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(tmp_path / "theirs", fields, {"weight": torch.ones(1)})
+    fix = f"is in the authors' format; convert it first with `dynattn convert {kind} {tmp_path / 'theirs'} DST`"
+    assert fix in refusal(capsys, "check", tmp_path / "theirs", tmp_path / "theirs")
 
 
 def test_damaged_sources(parent: Path, capsys: pytest.CaptureFixture[str]) -> None:
