@@ -4,6 +4,7 @@ import copy
 from bisect import bisect_right
 from collections.abc import Sequence
 from importlib.metadata import version
+from numbers import Integral
 from typing import Any
 
 from packaging.version import Version
@@ -204,11 +205,11 @@ def check_request(config: Any, input_ids: Sequence[int], max_new_tokens: int | N
     """
     if not len(input_ids):
         raise ValueError("the prompt of a request is empty; give it at least one token")
-    if wrong := [token for token in input_ids if not 0 <= token < config.vocab_size]:
+    if wrong := [token for token in input_ids if not 0 <= token < config.vocab_size or token % 1]:
         raise ValueError(f"token {wrong[0]} of a request is not in the vocabulary of {config.vocab_size} tokens")
     limit, new = config.max_position_embeddings, 1 if max_new_tokens is None else max_new_tokens
-    if new < 1:
-        raise ValueError(f"a request asks for {new} new tokens; it must ask for 1 or more")
+    if not isinstance(new, Integral) or new < 1:
+        raise ValueError(f"a request asks for {new} new tokens; it must ask for 1 or more, a whole number")
     if (left := limit - len(input_ids)) < new:
         advice = f", or ask for at most {left} new tokens" if left > 0 else ""
         raise ValueError(
