@@ -1,6 +1,7 @@
 """The heads of decoders, mixed in front of a family's `PreTrainedModel`."""
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -82,9 +83,15 @@ class CausalLMHead:
         """As in Transformers, which would drop requests that cannot be served where this raises.
 
         Raises:
-            ValueError: a request cannot be served, see `check_request` and `new_token_limit`.
+            ValueError: a request cannot be served, see `check_request` and `new_token_limit`; or a keyword is one of
+                `generate`, which Transformers' method takes and ignores.
         """
         if self.attends_to_paged_cache:
+            known = signature(super().generate_batch).parameters  # type: ignore[misc]
+            if ignored := sorted(kwargs.keys() - known):
+                raise ValueError(
+                    f"generate_batch would ignore {ignored}; set fields of a GenerationConfig, or use generate()"
+                )
             complete = with_defaults_of(self, generation_config)
             for input_ids in inputs:
                 limit = new_token_limit(complete, len(input_ids)) if max_new_tokens is None else max_new_tokens

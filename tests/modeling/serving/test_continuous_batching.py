@@ -486,6 +486,11 @@ def test_a_paged_cache_of_another_manager_is_refused_by_the_model() -> None:
         make_model()(torch.ones(1, 3, dtype=torch.long), cache=object())
 
 
+def test_keywords_that_only_generate_reads_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"generate_batch would ignore \['logits_processor', 'temperature'\]; set"):
+        make_model().generate_batch([[1]], GREEDY, temperature=0.5, logits_processor=[])
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
