@@ -121,9 +121,10 @@ def build_telling_server(ends: ExitStack, *args: Any, **kwargs: Any) -> FastAPI:
     ends.callback(stop_batching, kwargs["generation_state"])
     application = build_server(*args, **kwargs)
     application.add_exception_handler(ValueError, lambda _, error: refusal(400, str(error)))
-    # What Transformers reads without a check: a field that is missing, or that has another type.
+    # What Transformers reads without a check: a field that is missing, has another type, or is an infinite number.
     application.add_exception_handler(KeyError, lambda _, error: refusal(400, f"the request lacks {error}"))
-    application.add_exception_handler(TypeError, lambda _, error: refusal(400, f"the request is malformed: {error}"))
+    for kind in (TypeError, AttributeError, OverflowError):
+        application.add_exception_handler(kind, lambda _, error: refusal(400, f"the request is malformed: {error}"))
     # What a chat template refuses, such as a role that it does not know.
     application.add_exception_handler(TemplateError, lambda _, error: refusal(400, f"the chat template: {error}"))
     # Transformers' words, without a number of the system's, for a model that is not there; others are faults of a disk.

@@ -121,10 +121,20 @@ def test_another_model_is_not_found(port: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("messages", [None, "hello"])
-def test_a_malformed_request_is_told_so(port: int, composed: tuple[PreTrainedModel, str], messages: str | None) -> None:
+@pytest.mark.parametrize(
+    ("endpoint", "fields"),
+    [
+        ("chat/completions", {"messages": None}),
+        ("chat/completions", {"messages": "hello"}),
+        ("completions", {"prompt": "hello", "max_tokens": float("inf")}),
+        ("responses", {"input": "hello", "tools": "hello"}),
+    ],
+)
+def test_a_malformed_request_is_told_so(
+    port: int, composed: tuple[PreTrainedModel, str], endpoint: str, fields: dict[str, Any]
+) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
-        ask(port, composed[1], "hello", messages=messages)
+        post(port, endpoint, {"model": composed[1], **fields})
     assert refused.value.code == 400
     assert "malformed" in json.loads(refused.value.read())["error"]["message"]
 
