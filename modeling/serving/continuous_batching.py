@@ -108,7 +108,7 @@ class ComposedBatchingManager(ContinuousBatchingManager):
 
         Raises:
             ValueError: the model or the cache cannot serve the request, see `check_request`, `room_for_answer` and
-                `new_token_limit`.
+                `new_token_limit`; or a request of this name has not ended.
         """
         if max_new_tokens is None:
             max_new_tokens = new_token_limit(self.generation_config, len(input_ids))
@@ -116,6 +116,10 @@ class ComposedBatchingManager(ContinuousBatchingManager):
         if self.background_thread_status.can_accept_new_requests() is None:
             positions = self.model.config.max_position_embeddings - len(input_ids)
             max_new_tokens = room_for_answer(self._make_cache(), len(input_ids), max_new_tokens, positions)
+            if self._is_unfinished(request_id):
+                raise ValueError(
+                    f"request_id={request_id!r} is the name of a request that has not ended; give another one, or none"
+                )
         return super().add_request(input_ids, request_id, max_new_tokens, **options)
 
     def start(self) -> None:
@@ -130,6 +134,16 @@ class ComposedBatchingManager(ContinuousBatchingManager):
         kept = vars(served).pop("_cached_continuous_batching_manager", None)
         if kept is not None:
             served.model._cached_continuous_batching_manager = kept
+
+    def _is_unfinished(self, request_id: str | None) -> bool:
+        """Whether a request of this name is still computed, or waits for that.
+
+        Requests that Transformers knows by one name share their rows, which ends the thread that computes all requests.
+        """
+        with self.input_queue.mutex:
+            waiting = {state.request_id for state in self.input_queue.queue}
+        scheduler = self.batch_processor.scheduler  # type: ignore[union-attr]
+        return any(request_id in names for names in (waiting, scheduler.waiting_requests, scheduler.active_requests))
 
     def _make_cache(self) -> PagedAttentionCache:
         """Makes the cache, unless it is there, and returns it.

@@ -1,11 +1,12 @@
 """Transformers' own server, extended to load this package's models and to say what is wrong with a request."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import click
 import transformers
@@ -36,6 +37,7 @@ from ..common.offline import offline_if_unreachable
 
 build_server = server.build_server
 start_batching = CBGenerateManager.init_cb
+answer_whole, answer_in_parts = CBGenerateManager.generate_non_streaming, CBGenerateManager.generate_streaming
 read_fields = BaseHandler._validate_request
 # Fields of OpenAI's API that Transformers' server ignores with a warning in its own log, although the answer would be
 # another one than the client asked for; and the values, in JSON, that ask for nothing.
@@ -82,6 +84,8 @@ def run(argv: Sequence[str]) -> int:
         check_engine("transformers", *TRANSFORMERS)
         show_models_to_server()
         CBGenerateManager.init_cb = check_and_start_batching  # type: ignore[method-assign, assignment]
+        CBGenerateManager.generate_non_streaming = with_own_name(answer_whole)  # type: ignore[method-assign]
+        CBGenerateManager.generate_streaming = with_own_name(answer_in_parts)  # type: ignore[method-assign]
         BaseHandler._validate_request = check_fields  # type: ignore[method-assign, assignment]
         with ExitStack() as ends:
             server.build_server = partial(build_telling_server, ends)
@@ -170,6 +174,20 @@ def check_and_start_batching(engine: Any, model: Any, generation_config: Any) ->
         asked = with_defaults_of(model, generation_config)
         check_settings(model.config.vocab_size, asked, manager.continuous_batching_config)
         check_joins(manager.generation_config, asked)
+
+
+def with_own_name(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of `CBGenerateManager` that gives the engine a name of the request that no other one has.
+
+    Clients choose names by the header `X-Request-ID`, and may send one of a request that has not ended. With it the
+    engine would give answers to the wrong client, or end.
+    """
+
+    @wraps(answer)
+    def named(*args: Any, request_id: str, **options: Any) -> Any:
+        return answer(*args, request_id=f"{request_id}/{uuid4()}", **options)
+
+    return named
 
 
 def stop_batching(state: Any) -> None:

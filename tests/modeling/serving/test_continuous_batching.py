@@ -248,6 +248,25 @@ def test_a_persistent_manager_serves_again_and_then_goes() -> None:
     assert model.init_continuous_batching(GREEDY) is not manager
 
 
+def test_a_name_is_taken_until_its_request_has_ended() -> None:
+    """Two requests of one name would share rows, and Transformers would end the thread that computes all requests."""
+    model, (prompt, other) = make_model(), random_prompts([11, 6])
+    manager = model.init_continuous_batching(GREEDY, ContinuousBatchingConfig(**SETTINGS))
+    manager.add_request(prompt, "mine", max_new_tokens=150, streaming=True)
+    with pytest.raises(ValueError, match="request_id='mine' is the name of a request that has not ended"):
+        manager.add_request(other, "mine")  # while the first one waits for the start
+    manager.start()
+    try:
+        assert len(manager.get_result(timeout=120).generated_tokens) < 150  # it is computed now
+        with pytest.raises(ValueError, match="has not ended"):
+            manager.add_request(other, "mine")
+        assert len(results(manager, 1)["mine"].generated_tokens) == 150
+        manager.add_request(other, "mine")
+        assert_same_tokens(model, other, results(manager, 1)["mine"].generated_tokens)
+    finally:
+        manager.stop(block=True)
+
+
 def test_a_cancelled_request_leaves_the_others_alone() -> None:
     model, (prompt, other) = make_model(), random_prompts([11, 6])
     with manager_of(model) as manager:

@@ -51,13 +51,15 @@ def port(composed: tuple[PreTrainedModel, str], tmp_path_factory: pytest.TempPat
             yield number
 
 
-def ask(port: int, model: str, content: str, timeout: float = 60, **options: Any) -> str:
+def ask(port: int, model: str, content: str, timeout: float = 60, request_id: str = "", **options: Any) -> str:
     body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": NEW, **options}
-    return post(port, "chat/completions", body, timeout)
+    return post(port, "chat/completions", body, timeout, request_id)
 
 
-def post(port: int, endpoint: str, body: dict[str, Any], timeout: float = 60) -> str:
-    address, headers = f"http://127.0.0.1:{port}/v1/{endpoint}", {"Content-Type": "application/json"}
+def post(port: int, endpoint: str, body: dict[str, Any], timeout: float = 60, request_id: str = "") -> str:
+    """Transformers' server makes a name of the request if the client gives none."""
+    address = f"http://127.0.0.1:{port}/v1/{endpoint}"
+    headers = {"Content-Type": "application/json", "X-Request-ID": request_id}
     request = urllib.request.Request(address, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=timeout) as answer:
         return answer.read().decode()
@@ -110,6 +112,20 @@ def test_a_response_is_not_streamed_unless_the_client_asks(port: int, composed: 
     body = {"model": folder, "input": "hello", "max_output_tokens": NEW}
     answer = json.loads(post(port, "responses", body))
     assert answer["output"][0]["content"][0]["text"] == expected(model, "hello")
+
+
+@pytest.mark.slow
+def test_requests_of_one_name_at_the_same_time_get_their_own_answers(
+    port: int, composed: tuple[PreTrainedModel, str]
+) -> None:
+    """Proxies send a request again under the same name if its answer takes long."""
+    model, folder = composed
+    asked = [(content, stream) for content in MESSAGES for stream in (False, True)]
+    with ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(lambda one: ask(port, folder, one[0], stream=one[1], request_id="same"), asked))
+    for (content, stream), answer in zip(asked, answers, strict=True):
+        text = streamed(answer) if stream else json.loads(answer)["choices"][0]["message"]["content"]
+        assert text == expected(model, content)
 
 
 @pytest.mark.slow
@@ -196,6 +212,15 @@ def test_each_endpoint_refuses_what_it_would_ignore(endpoint: str, fields: dict[
 
     with pytest.raises(ValueError, match=re.escape(message)):
         check_fields(answering, fields)
+
+
+def test_the_engine_knows_no_two_requests_by_one_name() -> None:
+    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
+    from dynattn.scripts.serve.server import with_own_name
+
+    named = with_own_name(lambda request_id: request_id)
+    first, second = named(request_id="same"), named(request_id="same")
+    assert first != second and first.startswith("same") and second.startswith("same")
 
 
 @pytest.mark.parametrize("bias", [{"5": 100}, {}], ids=["whole number", "none"])
