@@ -22,7 +22,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from .key_places import refuse_tokens
+from .key_places import refuse_lost_tokens, refuse_tokens
 
 
 class ComposedLayerMixin:
@@ -113,6 +113,11 @@ class ComposedDynamicLayer(_ComposedDynamicMixin, DynamicLayer):  # type: ignore
 class ComposedDynamicSlidingWindowLayer(_ComposedDynamicMixin, DynamicSlidingWindowLayer):  # type: ignore[misc]
     """Grows up to the sliding window."""
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last tokens; raises RuntimeError as `refuse_lost_tokens` does."""
+        refuse_lost_tokens(self, tokens_to_remove)
+        super().crop(tokens_to_remove)
+
     def activate_past_recording(self) -> None:
         super().activate_past_recording()
         self.factors.activate_past_recording()
@@ -124,6 +129,12 @@ class ComposedStaticLayer(ComposedLayerMixin, StaticLayer):  # type: ignore[misc
 
 class ComposedStaticSlidingWindowLayer(ComposedLayerMixin, StaticSlidingWindowLayer):  # type: ignore[misc]
     """Allocated once, at the length of the sliding window."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last tokens; raises RuntimeError if they have overwritten some that the window would need."""
+        if tokens_to_remove and self.get_seq_length() > self.max_cache_len:
+            raise RuntimeError("a static cache whose window has moved cannot take tokens back; use a DynamicCache")
+        super().crop(tokens_to_remove)
 
 
 class _ComposedQuantizedMixin(_ComposedDynamicMixin):

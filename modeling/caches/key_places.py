@@ -1,4 +1,6 @@
-"""The number of keys that a layer of a cache returns, where the new tokens are among them, and how many came before."""
+"""Which keys a layer of a cache returns: how many, where the new tokens are among them, and whether any are lost."""
+
+from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
@@ -33,6 +35,21 @@ def refuse_tokens(layer: CacheLayerMixin, missing: str) -> None:
         raise ValueError(
             f"the cache holds {int(layer.get_seq_length())} tokens without {missing}; "
             "start with an empty cache, or one that a model of this configuration filled"
+        )
+
+
+def refuse_lost_tokens(layer: Any, tokens_to_remove: int) -> None:
+    """Raises RuntimeError if a layer that has grown beyond its window cannot take tokens back and still fill it.
+
+    Transformers itself does not check that the past was recorded for long enough. To be called before the layer crops.
+    """
+    removed = abs(tokens_to_remove)
+    if not (layer.record_past and layer.is_initialized):  # then Transformers knows whether tokens are lost
+        return
+    if layer.keys.shape[2] - removed < min(layer.get_seq_length() - removed, layer.sliding_window - 1):
+        raise RuntimeError(
+            f"{removed} tokens cannot be taken back: the window would lack tokens, because fewer have been added since "
+            "the last crop, or since activate_past_recording()"
         )
 
 

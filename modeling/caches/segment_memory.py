@@ -21,7 +21,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from .key_places import refuse_tokens
+from .key_places import refuse_lost_tokens, refuse_tokens
 
 
 class StreamingLayerMixin:
@@ -172,7 +172,13 @@ class StreamingDynamicSlidingWindowLayer(_StreamingDynamicMixin, DynamicSlidingW
     """Grows up to the sliding window."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last tokens, and all of the recorded past that further tokens do not need."""
+        """Removes the last tokens, and all of the recorded past that further tokens do not need.
+
+        Raises:
+            RuntimeError: contexts are lost, or tokens, see `refuse_lost_tokens`.
+        """
+        if not self.contexts:  # contexts are lost before tokens are
+            refuse_lost_tokens(self, tokens_to_remove)
         super().crop(tokens_to_remove)
         self._map_contexts(lambda context: context[:, context.shape[1] - self.context_length :])
 

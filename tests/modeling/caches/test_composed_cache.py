@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from dynattn import DCFormerForCausalLM
+from dynattn import DCFormerForCausalLM, RCMHAConfig, RCMHAForCausalLM
 from dynattn.modeling.caches.composed_cache import COMPOSED_LAYERS, ComposedLayerMixin
 from dynattn.modeling.caches.segment_memory import STREAMING_LAYERS
 
@@ -110,6 +110,35 @@ def test_a_cropped_cache_that_recorded_its_past_goes_on_as_a_shorter_one(length:
     with torch.no_grad():
         output = model(tail, past_key_values=cache).logits
     torch.testing.assert_close(output, expected, atol=1e-4, rtol=0)
+
+
+def make_mha() -> RCMHAForCausalLM:
+    """Without convolutions, whose contexts are checked by themselves."""
+    torch.manual_seed(1)
+    return RCMHAForCausalLM(RCMHAConfig(vocab_size=97, attention_type="mha", mem_len=8)).eval()
+
+
+@pytest.mark.parametrize("make", [make_model, make_mha])
+@pytest.mark.parametrize("order", ["recorded late", "cropped twice"])
+def test_tokens_that_a_window_would_need_and_has_lost_are_not_taken_back(make: Callable[[], Any], order: str) -> None:
+    """Transformers would go on with a shorter window."""
+    model = make()
+    cache = DynamicCache(config=model.config)
+    if order == "cropped twice":
+        cache.activate_past_recording()
+    filled(model, random_ids(2, 20), cache)
+    cache.activate_past_recording()
+    filled(model, random_ids(2, 3), cache)
+    cache.crop(-3)
+    with pytest.raises(RuntimeError, match="1 tokens cannot be taken back: the window would lack"):
+        cache.crop(-1)
+
+
+def test_a_static_window_that_has_moved_takes_no_tokens_back() -> None:
+    model = make_model()
+    cache = filled(model, random_ids(2, 20), StaticCache(config=model.config, max_cache_len=48))
+    with pytest.raises(RuntimeError, match="a static cache whose window has moved cannot take tokens back; use a Dyn"):
+        cache.crop(-1)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
