@@ -237,7 +237,7 @@ def find_requests(
     """The rows of all requests in the layers of one type; the arguments are those of `ServedModel`."""
     read, new_rows = read_index[allocator.index], write_index[allocator.index]
     tokens, rows = (map(slice, starts, starts[1:]) for starts in (token_starts, row_starts))
-    spans = [Span(*span) for span in zip(tokens, rows, strict=True) if span[0].start < span[0].stop]
+    spans = [span for parts in zip(tokens, rows, strict=True) if (span := Span(*parts)).new]
     # Without old rows to read, the rows of a request are those of its new tokens, in the same order.
     return RequestRows(spans, read if len(read) else new_rows, new_rows)
 

@@ -35,6 +35,16 @@ class Span(NamedTuple):
     tokens: slice
     rows: slice
 
+    @property
+    def new(self) -> int:
+        """The number of new tokens."""
+        return self.tokens.stop - self.tokens.start
+
+    @property
+    def seen(self) -> int:
+        """The number of rows that the last new token sees: all of them."""
+        return self.rows.stop - self.rows.start
+
 
 @dataclass
 class RequestRows:
@@ -47,12 +57,12 @@ class RequestRows:
     @cached_property
     def chunks(self) -> list[Span]:
         """The requests with several new tokens."""
-        return [span for span in self.spans if span.tokens.stop - span.tokens.start > 1]
+        return [span for span in self.spans if span.new > 1]
 
     @cached_property
     def steps(self) -> list[Span]:
         """The requests with one new token, which decode."""
-        return [span for span in self.spans if span.tokens.stop - span.tokens.start == 1]
+        return [span for span in self.spans if span.new == 1]
 
     @cached_property
     def step_tokens(self) -> Tensor:
@@ -72,7 +82,7 @@ class RequestRows:
     def step_bounds(self) -> tuple[Tensor, Tensor, Tensor]:
         """`table_starts`, `first_keys` and `key_counts` `[N]` of `Pages`, in which each row is a page of its own."""
         starts = torch.tensor([span.rows.start for span in self.steps], device="cpu")
-        counts = torch.tensor([span.rows.stop - span.rows.start for span in self.steps], device="cpu")
+        counts = torch.tensor([span.seen for span in self.steps], device="cpu")
         return starts, torch.zeros_like(starts), counts
 
     @cached_property
@@ -106,8 +116,7 @@ class PagedAttention:
 
     def key_count(self, layer: int) -> int:
         """The most keys that any of the requests attends to in a layer, new ones included."""
-        spans = self.layer_rows(layer).requests.spans
-        return max((span.rows.stop - span.rows.start for span in spans), default=0)
+        return max((span.seen for span in self.layer_rows(layer).requests.spans), default=0)
 
     @torch.compiler.disable  # its control flow depends on the lengths of requests, and it writes the engine's memory
     def attend(
@@ -166,8 +175,7 @@ class PagedAttention:
         **options: Any,
     ) -> Tensor:
         """The output `[1, t, H, D]` of a request's `t` new tokens, which see the request's old rows and each other."""
-        count = span.tokens.stop - span.tokens.start
-        old = rows.requests.table[span.rows.start : span.rows.stop - count]
+        old = rows.requests.table[span.rows.start : span.rows.stop - span.new]
         states, complete_stages = [], []
         for kept, added, stage in zip((rows.key, rows.value), new, stages, strict=True):
             added = added[:, span.tokens]
