@@ -34,7 +34,8 @@ def refuse_tokens(layer: CacheLayerMixin, missing: str) -> None:
     if layer.is_initialized and int(layer.get_seq_length()) > 0:
         raise ValueError(
             f"the cache holds {int(layer.get_seq_length())} tokens without {missing}; "
-            "start with an empty cache, or one that a model of this configuration filled"
+            "start with an empty cache, or one that a model of this configuration filled; "
+            "with PEFT, use prompt tuning or p-tuning instead of prefix tuning"
         )
 
 

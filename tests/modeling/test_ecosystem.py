@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from cases.models import make_model
-from peft import LoraConfig, VeraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, VeraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, Trainer, TrainingArguments
@@ -57,6 +57,15 @@ def test_lora_knows_which_layers_to_adapt(family: Family) -> None:
 def test_other_adapters_of_the_same_layers_know_them_too() -> None:
     adapted = get_peft_model(make_model(), VeraConfig(r=2))
     assert adapted.peft_config["default"].target_modules == {"q_proj", "v_proj"}
+
+
+@pytest.mark.parametrize("name", ["dcformer", "rcmha"])
+def test_a_prefix_of_keys_and_values_is_refused_and_what_replaces_it_is_named(name: str) -> None:
+    family = FAMILIES[name]
+    model = family.load_model_class(family.main_auto_class)(family.load_config_class().from_size("tiny"))
+    adapted = get_peft_model(model, PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match=r"the cache holds 4 tokens without .*; with PEFT, use prompt tuning"):
+        adapted(input_ids=IDS)
 
 
 @pytest.mark.parametrize("family", ["dcformer", "dcmodernbert"])
