@@ -3,13 +3,14 @@
 import copy
 import pickle
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases.vision_models import DETR_NAMES, detr, strengthen, vision_transformer
 from torch import nn
-from transformers import ViTConfig, ViTModel
+from transformers import DetrConfig, DetrForObjectDetection, ViTConfig, ViTModel
 
 from dynattn import ComposedMultiheadAttention, compose_heads_of
 from dynattn.modeling.other_models.side_generators import SideGenerators
@@ -134,3 +135,17 @@ def test_a_composed_model_can_be_pickled_and_copied() -> None:
     for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         assert [type(module) for module in again.modules()] == [type(module) for module in model.modules()]
         assert torch.equal(ask(again), ask(model))
+
+
+def test_a_class_that_composes_when_it_is_made_loads_what_was_saved(tmp_path: Path) -> None:
+    class Composed(DetrForObjectDetection):
+        def __init__(self, config: DetrConfig) -> None:
+            super().__init__(config)
+            compose_heads_of(self, compose_static=True)
+
+    model, ask = detr()
+    compose_heads_of(model, compose_static=True)
+    strengthen(model)
+    model.save_pretrained(tmp_path)
+    loaded = Composed.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    torch.testing.assert_close(ask(loaded), ask(model))
