@@ -120,15 +120,22 @@ def test_signals_end_forked_workers_and_processes_of_a_torchrun_themselves(monke
 
 def test_a_job_that_loses_the_exception_of_a_signal_ends_all_the_same() -> None:
     program = """
-import os, signal, time, weakref
+import os, signal, threading, time, weakref
 from dynattn.scripts.common import signals
-signals.GRACE_SECONDS = 0.2
+signals.GRACE_SECONDS = 0.1
+went_on = threading.Event()
+class Timer(threading.Timer):
+    def run(self):
+        went_on.wait()
+        super().run()
+threading.Timer = Timer
 class Something: pass
 thing = Something()
 ref = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGTERM))
 with signals.signals_end_the_block():
     del thing
     print("went on", flush=True)
+    went_on.set()
     time.sleep(60)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)

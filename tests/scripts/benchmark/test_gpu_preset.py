@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases.clock import Clock
 
 from dynattn.scripts.benchmark import gpu_preset as preset
 from dynattn.scripts.benchmark.arguments import BenchmarkArguments
@@ -20,15 +21,6 @@ from dynattn.scripts.benchmark.harness.shapes import parse_shape
 from dynattn.scripts.benchmark.harness.tuning import TrialLog, TunableConstant, Tuning
 from dynattn.scripts.benchmark.subjects.selection import select
 from dynattn.scripts.common.atomic_file import write_json
-
-
-class Clock:
-    """Moves on only where a part takes time."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -46,7 +38,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(preset, "compile_trials", lambda _: nullcontext())
         monkeypatch.setattr(preset, "kernel_tuning", module)
         if clock is not None:
-            monkeypatch.setattr(preset, "time", SimpleNamespace(monotonic=clock))
+            monkeypatch.setattr(preset, "time", clock)
 
     return replace
 

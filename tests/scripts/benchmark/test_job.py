@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases.benchmark import row_of, run_benchmark
+from cases.clock import Clock
 from torch import Tensor
 
 from dynattn.modeling.ops.dcmha import attention as dcmha
@@ -24,7 +25,7 @@ from dynattn.scripts.benchmark.report import plots
 from dynattn.scripts.benchmark.report.tables import format_record
 from dynattn.scripts.benchmark.subjects import attention
 from dynattn.scripts.benchmark.subjects.selection import SUBJECTS
-from dynattn.scripts.common import figures
+from dynattn.scripts.common import figures, measuring
 from dynattn.scripts.common.folder_lock import FolderLock
 
 
@@ -268,13 +269,14 @@ def test_a_run_that_measures_nothing_fails(tmp_path: Path, register: Callable[..
 
 
 def test_who_is_over_the_budget_is_left_out_here_and_with_more_tokens(
-    tmp_path: Path, register: Callable[..., None]
+    tmp_path: Path, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lengths = []
+    lengths, clock = [], Clock(tick=0.001)
+    monkeypatch.setattr(measuring, "time", clock)
 
     def dawdles(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[Tensor, None]:
         lengths.append(query.shape[2])
-        time.sleep(0.3 if query.shape[2] > 40 else 0)
+        clock.work(0.3 if query.shape[2] > 40 else 0)
         return dcmha.dcmha_eager(query, key, value, **arguments)[0], None
 
     register("dawdles", dawdles)
@@ -283,7 +285,7 @@ def test_who_is_over_the_budget_is_left_out_here_and_with_more_tokens(
     assert status == 0
     shown = [row for case in record["cases"] for row in case["rows"] if row["name"] == "dawdles"]
     assert ["timing" in row for row in shown] == [True, True, False, False, False, False]
-    assert shown[2]["failure"].startswith("over the budget: its first call took 0.3")
+    assert shown[2]["failure"] == "over the budget: its first call took 0.301 s, more than 0.2 s"
     assert shown[4]["failure"] == "over the budget with fewer tokens already"
     assert lengths.count(60) == 2
     assert 90 not in lengths

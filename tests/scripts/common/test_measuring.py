@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cases.clock import Clock
 from torch import Tensor
 
 from dynattn.scripts.common import measuring
@@ -19,19 +20,6 @@ from dynattn.scripts.common.measuring import (
 )
 
 CPU = torch.device("cpu")
-
-
-class Clock:
-    """Stands still but for calls of `work`, which take as long as they say."""
-
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def work(self, seconds: float) -> float:
-        self.now += seconds
-        return seconds
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases.clock import Clock
 from cases.training import RUN, assert_same_run, command, run, without_timing
 
 from dynattn.scripts.cli import main
@@ -114,21 +115,25 @@ def test_before_the_first_update_a_signal_ends_the_run_at_once(
 
 
 def test_a_second_signal_has_its_ordinary_effect(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stopping, "SAME_REQUEST_SECONDS", 0.0)
-    signals = StopSignals(speaks=True)
+    clock, signals = Clock(), StopSignals(speaks=True)
+    monkeypatch.setattr(stopping, "time", clock)
     with pytest.raises(KeyboardInterrupt) as ended, signals:
         signals.react(after_update=True)
         os.kill(os.getpid(), signal.SIGINT)
         assert signals.requested == signal.SIGINT
+        clock.work(stopping.SAME_REQUEST_SECONDS + 0.1)
         os.kill(os.getpid(), signal.SIGINT)
     assert not isinstance(ended.value, StoppedError)
 
 
-def test_one_request_may_arrive_twice():
+def test_one_request_may_arrive_twice(monkeypatch: pytest.MonkeyPatch):
+    clock = Clock()
+    monkeypatch.setattr(stopping, "time", clock)
     with StopSignals(speaks=True) as signals:
         signals.react(after_update=True)
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
+            clock.work(stopping.SAME_REQUEST_SECONDS - 0.1)
         assert signals.requested == signal.SIGINT
 
 
