@@ -116,6 +116,14 @@ def test_bad_configurations_say_what_is_wrong(fields: dict[str, Any], message: s
         DCBartConfig(**{**SMALL, **fields})
 
 
+@pytest.mark.parametrize("place", ["encoder", "decoder", "cross"])
+def test_heads_are_composed_as_long_as_one_place_composes_them(place: str) -> None:
+    nowhere = {"compose_encoder": False, "compose_decoder": False, "compose_cross": False}
+    assert DCBartConfig(**SMALL, **{**nowhere, f"compose_{place}": True}).composes
+    plain = DCBartConfig(**SMALL, **nowhere, attention_dropout=0.1)
+    assert not plain.composes and not plain.composes_in(place)
+
+
 def test_the_decoder_may_have_another_depth() -> None:
     assert DCBartConfig(num_hidden_layers=4).decoder_layers == 4
     assert THEIRS["decoder_layers"] == 3 and len(make_model().model.decoder.layers) == 3

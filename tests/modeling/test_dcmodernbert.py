@@ -212,11 +212,12 @@ def test_the_loss_is_of_labelled_tokens_without_a_shift() -> None:
     [
         ({"local_attention": 1}, r"local_attention \(1\) must be at least 2"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types|num_hidden_layers"),
-        ({"layer_types": ["linear"] * 4}, "layer_types"),
+        ({"layer_types": ["chunked_attention"] * 4}, r"layer_types has \['chunked_attention'\]; only"),
         ({"classifier_pooling": "max"}, "classifier_pooling 'max' does not exist; choose from"),
         ({"rope_parameters": {"rope_theta": 1e4}}, r"rope_parameters has \['rope_theta'\]; it must have parameters"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 0}}}, r"rope_theta \(0\) must be greater than 0"),
         ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}, "must be 'default'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear"}}}, r"of rope_type 'linear' lack \['factor'\]"),
         ({"classifier_activation": "gelo"}, "classifier_activation 'gelo' does not exist"),
     ],
     ids=str,

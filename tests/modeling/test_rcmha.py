@@ -128,6 +128,17 @@ def test_memory_of_inference_mode_goes_on_outside_of_it() -> None:
     torch.testing.assert_close(found, expected[:, 5:])
 
 
+@torch.inference_mode()
+def test_contexts_stay_where_they_are_in_inference_mode() -> None:
+    """Compiled decoding reads them where they were."""
+    model, memory = make(), DynamicCache()
+    places = []
+    for ids in IDS.split([5, *[1] * (IDS.shape[1] - 5)], dim=1):
+        model(ids, past_key_values=memory)
+        places.append([context.data_ptr() for context in memory.layers[0].contexts.values()])
+    assert places[1:] == places[:-1] and places[0]
+
+
 def test_segment_memory_holds_the_inputs_of_each_layer_and_no_more_than_asked() -> None:
     model = make(memory_type="segment")
     memory = DynamicCache(config=model.config)

@@ -232,6 +232,8 @@ def test_positions_that_the_model_does_not_have_are_refused(kind: str) -> None:
     message = r"position_ids reach from 3 to 64, but must be at least 0 and smaller than max_position_embeddings \(64\)"
     with pytest.raises(ValueError, match=message):
         model.get_encoder()(input_ids=random_tokens(1, 2), position_ids=torch.tensor([[3, 64]]))
+    nothing = torch.ones(0, 2, dtype=torch.long)
+    assert model.get_encoder()(input_ids=nothing, position_ids=nothing).last_hidden_state.shape[:2] == (0, 2)
     with pytest.raises(ValueError, match=r"position_ids of shape .* are given"):
         encoded = torch.zeros(2, 6, model.config.hidden_size)
         model.get_decoder()(random_tokens(2, 6), encoder_hidden_states=encoded, position_ids=PACKED)

@@ -101,6 +101,14 @@ def test_prompts_of_one_token_need_no_pass(longest: int) -> None:
     assert torch.equal(generate(model, inputs)[0], generate(model, pad(prompts))[0])
 
 
+def test_no_more_rows_are_run_than_the_prompts_need() -> None:
+    model, shapes = make_model(), []
+    handle = model.model.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
+    prepack(model, make_prompts())
+    handle.remove()
+    assert shapes == [(4, max(LENGTHS) - 1)]
+
+
 def test_prompts_share_rows_as_long_as_the_longest() -> None:
     row, start = first_fit([9, 2, 7, 1, 0, 3, 9], 9)
     assert row.tolist() == [0, 2, 2, 3, 0, 3, 1]

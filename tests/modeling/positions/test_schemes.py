@@ -1,6 +1,7 @@
 """Position schemes of DCFormer and DCPythia: each equals a model that has it, and runs in every way."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +39,8 @@ from dynattn import (
     DCPythiaForCausalLM,
     dcmha_attention,
 )
-from dynattn.modeling.positions.absolute import SinusoidalEmbedding
+from dynattn.modeling.common.seq2seq import check_position_range
+from dynattn.modeling.positions.absolute import SinusoidalEmbedding, check_learned_positions
 from dynattn.modeling.positions.alibi import alibi_bias, alibi_slopes
 from dynattn.modeling.positions.carope import ContentRotary, last_phases, pack_phases
 from dynattn.modeling.positions.learned_tables import t5_buckets
@@ -571,6 +573,44 @@ def test_learned_positions_end_with_their_table() -> None:
         model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
         with pytest.raises(ValueError, match="a segment of 1 tokens after 40 others needs 41 learned positions"):
             model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("length", "past_tokens", "position_ids", "message"),
+    [
+        (2, 6, [[6, 7]], None),
+        (2, 6, [[7, 8]], r"a segment of 2 tokens after 6 others needs 9 learned positions"),
+        (1, 8, [[7]], None),  # padding is not counted
+        (1, 8, [[8]], r"a segment of 1 tokens after 8 others needs 9 learned positions"),
+        (2, 0, [[0, -1]], r"position_ids has -1; learned positions count from 0"),
+    ],
+)
+def test_positions_are_rows_of_the_table(
+    length: int, past_tokens: int, position_ids: list[list[int]], message: str | None
+) -> None:
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        check_learned_positions(length, past_tokens, torch.tensor(position_ids), limit=8)
+
+
+@pytest.mark.parametrize(
+    ("length", "past_tokens", "reads"), [(1, 7, False), (1, 8, True), (2, 7, True), (5, None, False)]
+)
+def test_positions_are_read_only_where_they_may_be_beyond_the_table(
+    length: int, past_tokens: int | None, reads: bool
+) -> None:
+    unreadable = torch.zeros(1, length, dtype=torch.long, device="meta")
+    with pytest.raises((RuntimeError, NotImplementedError)) if reads else nullcontext():
+        check_learned_positions(length, past_tokens, unreadable, limit=8)
+
+
+def test_positions_are_not_read_while_tracing() -> None:
+    def check(position_ids: Tensor) -> Tensor:
+        check_learned_positions(2, 0, position_ids, 8)
+        check_position_range(position_ids, 8)
+        return position_ids + 1
+
+    compiled = torch.compile(check, backend="eager", fullgraph=True)
+    assert compiled(torch.tensor([[0, 1]])).tolist() == [[1, 2]]
 
 
 @pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "flex_attention"])
