@@ -124,8 +124,6 @@ class RelativeChunk(NamedTuple):
         real = self._real_columns(tables[0])
         dtype = query.dtype if operands.bias is None else torch.promote_types(query.dtype, operands.bias.dtype)
         by_distance = query.new_empty(heads, batch * num_queries, columns, dtype=dtype)
-        by_distance[..., : real.start] = 0
-        by_distance[..., real.stop :] = 0
         reachable = by_distance[..., real]
         if operands.embeddings is None:
             reachable.copy_(self._table_rows(tables[0])[:, None])
