@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -144,6 +145,25 @@ def test_an_error_of_an_action_is_told_at_every_import(tmp_path: Path, monkeypat
     monkeypatch.setitem(registration.ACTIONS, "acted_upon", done.append)
     assert done == [importlib.import_module("acted_upon")]
     assert finder not in sys.meta_path
+
+
+def test_only_methods_that_adapt_what_lora_does_are_told_its_layers() -> None:
+    constants: Any = ModuleType("constants")
+    for method, adapted in {"LORA": ["q_proj"], "ADALORA": ["q_proj"], "IA3": ["down_proj"]}.items():
+        name = f"TRANSFORMERS_MODELS_TO_{method}_TARGET_MODULES_MAPPING"
+        setattr(constants, name, {"llama": adapted, "dcpythia": ["chosen"]})
+    registration.name_lora_targets(constants)
+    lora, adalora, ia3 = [table for name, table in vars(constants).items() if name.startswith("TRANSFORMERS")]
+    assert (
+        lora
+        == adalora
+        == {
+            **{family.model_type: list(family.lora_targets) for family in FAMILIES.values()},
+            "llama": ["q_proj"],
+            "dcpythia": ["chosen"],
+        }
+    )
+    assert ia3 == {"llama": ["down_proj"], "dcpythia": ["chosen"]}
 
 
 def test_every_public_name_is_where_the_table_says() -> None:

@@ -2,9 +2,10 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import CONFIG_MAPPING, LlamaConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import dynattn
@@ -60,6 +61,16 @@ def test_other_peoples_configurations_get_no_code(tmp_path: Path) -> None:
     assert write_code(LlamaConfig(), tmp_path) == []
     assert write_code(Theirs(), tmp_path) == []
     assert not list(tmp_path.iterdir())
+
+
+def test_code_travels_unless_transformers_has_loaded_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that of a configuration whose model type a variant has taken over."""
+    variant: Any = type("Variant", (dynattn.DCFormerConfig,), {"__module__": "somewhere.configurations"})
+    loaded: Any = type("Loaded", (dynattn.DCFormerConfig,), {"__module__": "transformers_modules.configurations"})
+    for registered, travelling in ((variant, True), (loaded, False)):
+        monkeypatch.setitem(CONFIG_MAPPING._extra_content, "dcformer", registered)
+        assert remote_code.travels(registered) == travelling
+        assert remote_code.travels(dynattn.DCFormerConfig)
 
 
 def test_imports_keep_names_indentation_and_parentheses() -> None:

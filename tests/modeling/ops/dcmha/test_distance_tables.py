@@ -91,15 +91,30 @@ def test_an_offset_that_is_a_tensor_is_the_number_in_it(implementation: str, que
 
 @pytest.mark.parametrize("composed", [True, False])
 @pytest.mark.parametrize(
-    ("queries", "offset", "window"), [(1, 20, 11), (1, 0, 3), (9, 20, 11), (70, 3, None), (70, 2, 5)]
+    ("queries", "offset", "window", "is_causal"),
+    [
+        (1, 20, 11, True),
+        (1, 0, 3, True),
+        (1, 20, None, False),
+        (1, 20, 11, False),
+        (9, 20, 11, True),
+        (70, 3, None, True),
+        (70, 2, 5, True),
+    ],
 )
 @pytest.mark.parametrize("implementation", ["chunked", "sdpa"])
 def test_queries_at_an_offset_see_what_the_definition_shows(
-    implementation: str, queries: int, offset: int, window: int | None, composed: bool, monkeypatch: pytest.MonkeyPatch
+    implementation: str,
+    queries: int,
+    offset: int,
+    window: int | None,
+    is_causal: bool,
+    composed: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing where the window ends before the first key that is there."""
     stages = {} if composed and implementation == "chunked" else {"stages": ()}
-    tensors, keywords = random_inputs(Case(queries, 70, offset=offset, window=window, **stages))
+    tensors, keywords = random_inputs(Case(queries, 70, offset=offset, window=window, is_causal=is_causal, **stages))
     expected = run(tensors, keywords, "eager")
     for mode in ("auto", "0"):
         monkeypatch.setenv("DYNATTN_COMPILE", mode)
