@@ -16,6 +16,7 @@ from dynattn import (
     RCMHAConfig,
     RCMHAForCausalLM,
 )
+from dynattn.modeling.common.input_checks import check_attention_mask
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
@@ -331,6 +332,15 @@ ROWS = torch.randint(3, 99, (2, 8), generator=torch.Generator().manual_seed(0))
 def test_masks_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="does not fit"):
         tiny()(ROWS, attention_mask=torch.ones(shape))
+
+
+def test_masks_are_not_read_while_tracing() -> None:
+    def check(embeds: Tensor, mask: Tensor) -> Tensor:
+        check_attention_mask(mask, embeds, None, exact=True)
+        return embeds * mask[..., None]
+
+    compiled = torch.compile(check, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2, 3, 1), torch.ones(2, 3)).sum() == 6
 
 
 def test_borders_start_at_the_first_token() -> None:

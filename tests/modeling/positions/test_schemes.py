@@ -43,7 +43,7 @@ from dynattn.modeling.common.seq2seq import check_position_range
 from dynattn.modeling.positions.absolute import SinusoidalEmbedding, check_learned_positions
 from dynattn.modeling.positions.alibi import alibi_bias, alibi_slopes
 from dynattn.modeling.positions.carope import ContentRotary, last_phases, pack_phases
-from dynattn.modeling.positions.learned_tables import t5_buckets
+from dynattn.modeling.positions.learned_tables import DistanceTable, t5_buckets
 from dynattn.modeling.positions.rotary import RotaryEmbedding, rotate
 from dynattn.modeling.serving.requirements import check_model
 
@@ -573,6 +573,14 @@ def test_learned_positions_end_with_their_table() -> None:
         model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
         with pytest.raises(ValueError, match="a segment of 1 tokens after 40 others needs 41 learned positions"):
             model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+
+
+def test_distances_beyond_the_last_row_take_it() -> None:
+    by_distance = DistanceTable(4, 2, mean=0.0, std=1.0)
+    assert torch.equal(by_distance(7), by_distance.weight[[0, 1, 2, 3, 3, 3, 3]])
+    buckets = DistanceTable(8, 2, mean=0.0, std=1.0, max_distance=16)
+    # Of eight buckets four hold one distance each, and the others grow by the root of 2.
+    assert torch.equal(buckets(18), buckets.weight[[0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, *[7] * 6]])
 
 
 @pytest.mark.parametrize(

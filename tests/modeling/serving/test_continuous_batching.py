@@ -430,6 +430,7 @@ def test_every_setting_of_transformers_is_known_to_be_served_or_not() -> None:
         ([-1], 5, "token -1 of a request"),
         ([1, 2.5], 5, r"token 2\.5 of a request is not in the vocabulary"),
         ([1] * 500, 13, r"500 tokens and 13 new ones.*\(512\) positions.*ask for at most 12 new tokens"),
+        ([1] * 511, 2, r"511 tokens and 2 new ones.*ask for at most 1 new tokens"),
         ([1] * 512, None, "512 tokens and 1 new ones.*shorten the prompt$"),
         ([1], 0, "asks for 0 new tokens; it must ask for 1 or more"),
         ([1], 2.0, r"asks for 2\.0 new tokens; it must ask for 1 or more, a whole number"),
