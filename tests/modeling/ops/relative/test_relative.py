@@ -67,16 +67,24 @@ def test_the_definition_is_the_equation() -> None:
         torch.testing.assert_close(output[b, t, h], expected, atol=1e-12, rtol=0)
 
 
+WINDOWS, MASKS = (None, 1, 9), (None, "boolean", "additive")
+LENGTHS = ((1, 0), (1, 12), (20, 0), (20, 13), (63, 5), (100, 29))  # of queries, and of memory before them
+# Every three of terms, window, mask and lengths meet in a case: the mask follows from the places of the other three.
+CASES = [
+    (terms, window, MASKS[(i + j + k) % len(MASKS)], *lengths)
+    for i, terms in enumerate(TERMS)
+    for j, window in enumerate(WINDOWS)
+    for k, lengths in enumerate(LENGTHS)
+]
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "chunked"])
-@pytest.mark.parametrize("terms", TERMS)
-@pytest.mark.parametrize("mask", [None, "boolean", "additive"])
-@pytest.mark.parametrize("window", [None, 1, 9])
-@pytest.mark.parametrize(("queries", "memory"), [(1, 0), (1, 12), (20, 0), (20, 13), (63, 5), (100, 29)])
+@pytest.mark.parametrize(("terms", "window", "mask", "queries", "memory"), CASES)
 def test_outputs_and_gradients_are_those_of_the_definition(
     implementation: str,
     terms: str,
-    mask: str | None,
     window: int | None,
+    mask: str | None,
     queries: int,
     memory: int,
     monkeypatch: pytest.MonkeyPatch,
