@@ -156,7 +156,7 @@ class StreamOrder(TrainingOrder):
         finally:
             finished.set()
             self._wanted.value = ENOUGH  # a killed process leaves semaphores behind, about which Python warns
-            process.join(SECONDS_TO_END)
+            watch.join(SECONDS_TO_END)  # not the process: of two threads that wait for it, one misses its exit code
             process.kill()  # it ignores the signals that end a run; its files are complete or absent at any time
             watch.join()
 
