@@ -188,7 +188,11 @@ class ScaledEmbedding(nn.Embedding):
 
 
 def make_embedding(config: DCBartConfig) -> ScaledEmbedding:
-    """The token embedding, scaled if configured, whose row of the padding token gets no gradient."""
+    """The token embedding, scaled if configured, whose row of the padding token gets no gradient.
+
+    Raises:
+        ValueError: it lacks a special token of the configuration.
+    """
     check_special_tokens(config, "pad_token_id", "decoder_start_token_id", "forced_eos_token_id")
     scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
     return ScaledEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id, scale)

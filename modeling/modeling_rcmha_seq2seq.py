@@ -215,7 +215,7 @@ def refuse_packed_documents(position_ids: Tensor) -> None:
 
 
 def make_embedding(config: RCMHASeq2SeqConfig) -> nn.Embedding:
-    """The token embedding, whose row of the padding token gets no gradient."""
+    """The token embedding, whose row of the padding token gets no gradient; ValueError if it lacks a special token."""
     check_special_tokens(config, "pad_token_id", "decoder_start_token_id")
     return nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
 
