@@ -31,6 +31,7 @@ VARIABLES = (
     "CXX",
     "XDG_CACHE_HOME",
     "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
     "TRITON_INTERPRET",
     "HF_HUB_OFFLINE",
 )
