@@ -32,6 +32,7 @@ class ComposedLayerMixin:
     """
 
     factors: Any
+    is_initialized: bool  # provided by the plain layer
 
     @classmethod
     def from_plain(cls, layer: CacheLayerMixin) -> "ComposedLayerMixin":
@@ -79,8 +80,10 @@ class ComposedLayerMixin:
         self.factors.prefetch()
 
     def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)  # type: ignore[misc]
-        self.factors.crop(tokens_to_remove)
+        # A draft of the first layers leaves the others empty, which Transformers 5.17 cannot crop.
+        if self.is_initialized:
+            super().crop(tokens_to_remove)  # type: ignore[misc]
+            self.factors.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Selects batch rows `beam_idx` `[B]`."""
@@ -110,8 +113,20 @@ class ComposedDynamicLayer(_ComposedDynamicMixin, DynamicLayer):  # type: ignore
         self.factors = DynamicLayer()
 
 
-class ComposedDynamicSlidingWindowLayer(_ComposedDynamicMixin, DynamicSlidingWindowLayer):  # type: ignore[misc]
+class ComposedDynamicSlidingWindowLayer(_ComposedDynamicMixin, DynamicSlidingWindowLayer):
     """Grows up to the sliding window."""
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, key_factors: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Appends tokens as `ComposedLayerMixin.update` does.
+
+        Transformers 5.17 also returns earlier tokens while it records the past. They are left out, because the mask has
+        no columns for them.
+        """
+        visible, _ = self.get_mask_sizes(key_states.shape[2])
+        keys, (values, factors) = super().update(key_states, value_states, key_factors, *args, **kwargs)
+        return keys[:, :, -visible:], (values[:, :, -visible:], factors[:, :, -visible:])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last tokens; raises RuntimeError as `refuse_lost_tokens` does."""

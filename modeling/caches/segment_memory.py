@@ -171,6 +171,15 @@ class StreamingDynamicLayer(_StreamingDynamicMixin, DynamicLayer):  # type: igno
 class StreamingDynamicSlidingWindowLayer(_StreamingDynamicMixin, DynamicSlidingWindowLayer):  # type: ignore[misc]
     """Grows up to the sliding window."""
 
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Appends keys and values `[B, H, T, D]`, and returns as many as the mask has columns.
+
+        Transformers 5.17 returns more of them while it records the past.
+        """
+        visible, _ = self.get_mask_sizes(key_states.shape[2])
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        return keys[:, :, -visible:], values[:, :, -visible:]
+
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last tokens, and all of the recorded past that further tokens do not need.
 
