@@ -79,11 +79,10 @@ class RequestRows:
         return self.table.index_copy(0, last, self.new_rows[self.step_tokens])
 
     @cached_property
-    def step_bounds(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`table_starts`, `first_keys` and `key_counts` `[N]` of `Pages`, in which each row is a page of its own."""
+    def step_bounds(self) -> tuple[Tensor, Tensor]:
+        """`table_starts` and `key_counts` `[N]` of `Pages`."""
         starts = torch.tensor([span.rows.start for span in self.steps], device="cpu")
-        counts = torch.tensor([span.seen for span in self.steps], device="cpu")
-        return starts, torch.zeros_like(starts), counts
+        return starts, torch.tensor([span.seen for span in self.steps], device="cpu")
 
     @cached_property
     def step_index(self) -> tuple[Tensor, Tensor]:
@@ -91,7 +90,7 @@ class RequestRows:
 
         All end with the newest row, from which distances are counted.
         """
-        starts, _, counts = (bound.to(self.table.device) for bound in self.step_bounds)
+        starts, counts = (bound.to(self.table.device) for bound in self.step_bounds)
         places = counts[:, None] - 1 - torch.arange(int(counts.max()), device=self.table.device).flip(0)
         visible = places >= 0
         return self.step_table[starts[:, None] + places.clamp(min=0)], visible[:, None, None]
@@ -199,7 +198,7 @@ class PagedAttention:
         """The output `[N, 1, H, D]` of queries `[N, H, 1, D]`, which see all rows of their requests."""
         read = PAGED_DECODING.get(self.implementation)
         if read is not None:
-            pages = Pages(rows.key[:, None], rows.value[:, None], rows.requests.step_table, *rows.requests.step_bounds)
+            pages = Pages(rows.key, rows.value, rows.requests.step_table, *rows.requests.step_bounds)
             pre, post = (without_keys(stage) for stage in stages)
             output = read(query, pages, pre, post, terms=self.layout.terms, **options)
             if output is not None:

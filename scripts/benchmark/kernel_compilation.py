@@ -274,7 +274,7 @@ def _decode_arguments(configuration: DecodeConfiguration) -> dict[str, tuple[Any
     side: Any = DecodeSide(*(element,) * 3, "i32", "i32", "i32")  # type: ignore[arg-type]
     stage: Any = DecodeStage(side, side, element if configuration.has_static else "none")  # type: ignore[arg-type]
     where: Any = DecodeMask("*u8", ("i32", "one"), "none", ("i32", "i32"), "none")  # type: ignore[arg-type]
-    pages: Any = DecodePages("*i64", "*i64", "i32") if configuration.is_paged else "none"  # type: ignore[arg-type]
+    pages: Any = DecodePages("*i64", "*i64") if configuration.is_paged else "none"  # type: ignore[arg-type]
     given = ("none", "*fp32", "*fp32", "i32", "i32", "none") if configuration.has_tables else ("none",) * 6
     tables: Any = DecodeTables(*given)  # type: ignore[arg-type]
     # The last two are the number of a split's blocks and that of splits.

@@ -18,6 +18,7 @@ from dynattn.modeling.ops.distance_tables import NO_TABLES, DistanceTables
 class Step(Described):
     """One decoding step of requests with these numbers of keys, in pages of `page_length` rows.
 
+    The keys of each request begin at row `first` of its first page.
     Tables by distance come with it if `compose_bias` says where the bias is added.
     """
 
@@ -81,14 +82,16 @@ def random_step(step: Step, dtype: torch.dtype) -> RandomStep:
     table = torch.randperm(sum(counts) + 3)[: sum(counts)]
     if step.page_length > 1:
         table = table.sort().values  # neighbours are read in one run
-    pools = [unread(kept, (sum(counts) + 3, step.page_length, *kept.shape[2:])) for kept in rows]
-    starts = torch.tensor([0, *counts]).cumsum(0)[:-1]
-    for request, keys in enumerate(step.keys):
-        places = torch.arange(step.first, step.first + keys)
-        page = table[starts[request] + places // step.page_length]
-        for pool, kept in zip(pools, rows, strict=True):
-            pool[page, places % step.page_length] = kept[request, :keys]
-    pages = Pages(*pools, table, starts, torch.full((requests,), step.first), torch.tensor(step.keys))
+    pools = [unread(kept, ((sum(counts) + 3) * step.page_length, *kept.shape[2:])) for kept in rows]
+    numbers = []
+    for own, keys in zip(table.split(counts), step.keys, strict=True):
+        of_pages = own[:, None] * step.page_length + torch.arange(step.page_length)
+        numbers.append(of_pages.flatten()[step.first : step.first + keys])
+    for pool, kept in zip(pools, rows, strict=True):
+        for request, own in enumerate(numbers):
+            pool[own] = kept[request, : len(own)]
+    starts = torch.tensor([0, *step.keys]).cumsum(0)[:-1]
+    pages = Pages(*pools, torch.cat(numbers), starts, torch.tensor(step.keys))
     tables = random_tables(step)
     alone = [
         {

@@ -63,21 +63,21 @@ def attend_to_pages(
     step = DecodeStep(query, pages.key, pages.value, pre, post, scaling, tables=tables)
     if compile_mode() == "0" or not decodes_in_c(step):
         return None
-    library = _load(query.shape[1], pages.key.shape[2], step.groups, query.shape[3], query.dtype, terms)
+    library = _load(query.shape[1], pages.key.shape[1], step.groups, query.shape[3], query.dtype, terms)
     if library is None:
         return None
     items, heads, _, width = query.shape
     members = [query.data_ptr(), *query.stride()[:3]]
     for rows in (pages.key, pages.value):
-        members += [rows.data_ptr(), *rows.stride()[:3]]
+        members += [rows.data_ptr(), *rows.stride()[:2]]
     members += [tensor.data_ptr() for tensor in pages[2:]]
     tables = readable_tables(tables)
-    members += [pages.key.shape[1], *stage_members(pre), *stage_members(post), items, *table_members(tables)]
+    members += [*stage_members(pre), *stage_members(post), items, *table_members(tables)]
     problem = array("l", members)  # the struct `paged_problem` of paged_decode.c
     address = problem.buffer_info()[0]
     output = query.new_empty(items, 1, heads, width)
     workspace = torch.empty(library.paged_workspace_size(address), **C_FLOATS)
-    keys = int(pages.key_counts.sum()) * pages.key.shape[2] * width
+    keys = int(pages.key_counts.sum()) * pages.key.shape[1] * width
     threads = min(usable_threads(), 1 + keys // ELEMENTS_PER_THREAD)
     library.attend_to_pages(output.data_ptr(), workspace.data_ptr(), address, scaling, threads)
     return output

@@ -56,8 +56,7 @@ class DecodePages(NamedTuple):
     """The table of `Pages` as the kernels read it, on the device, for `B` requests."""
 
     table: Tensor  # integers
-    bounds: Tensor  # [B, 3], integers: `table_starts`, `first_keys` and `key_counts`
-    page_length: int
+    bounds: Tensor  # [B, 2], integers: `table_starts` and `key_counts`
 
 
 class DecodeTables(NamedTuple):
@@ -173,7 +172,7 @@ def launch(
     """Launches the kernels for queries `[B, H, 1, D]`, and returns `[B, 1, H, D]`.
 
     Args:
-        key, value: `[B, H_kv, S, D]`, or with `pages` their rows `[pages, H_kv, page_length, D or more]`.
+        key, value: `[B, H_kv, S, D]`, or with `pages` their rows `[rows, H_kv, 1, D or more]`.
         span: the first visible key, and the end of the keys; over pages, the end of the longest request.
     """
     kernels = load_kernels(query.device)

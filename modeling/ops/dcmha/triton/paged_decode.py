@@ -41,17 +41,17 @@ def decode_pages(
     if longest == 0:
         return query.new_zeros(query.transpose(1, 2).shape)
     pre_groups, post_groups = (1 if stage is None else stage.groups for stage in (pre, post))
-    bounds = torch.stack([pages.table_starts, pages.first_keys, pages.key_counts], dim=1)
+    bounds = torch.stack([pages.table_starts, pages.key_counts], dim=1)
     bounds = bounds.to(query.device, non_blocking=True)  # else each layer would wait for the one before
     with torch.no_grad(), torch.cuda.device_of(query):
         return launch(
             query,
-            pages.key.transpose(1, 2),
-            pages.value.transpose(1, 2),
+            pages.key.unsqueeze(2),
+            pages.value.unsqueeze(2),
             (_stage_of_rows(pages.key, pre, terms), _stage_of_rows(pages.value, post, terms)),
             (pre_groups, post_groups),
             DecodeMask(None, (0, 0), None, (0, 0), None),
-            DecodePages(pages.table, bounds, pages.key.shape[1]),
+            DecodePages(pages.table, bounds),
             decode_tables(tables),
             (0, longest),
             scaling,
@@ -59,7 +59,7 @@ def decode_pages(
 
 
 def _stage_of_rows(rows: Tensor, stage: Composition | None, terms: int) -> DecodeStage:
-    """A stage whose key-side factors are in rows `[pages, page_length, H_kv, width]`.
+    """A stage whose key-side factors are in rows `[rows, H_kv, width]`.
 
     Its key side consists of views that only carry what kernels need to find a term in a row: the address, the rank,
     whether there is a gate, and the stride between key heads.
@@ -67,6 +67,6 @@ def _stage_of_rows(rows: Tensor, stage: Composition | None, terms: int) -> Decod
     made = decode_stage(list_tensors(stage))
     if stage is None or not terms:
         return made
-    factors = rows[:, :, :1].expand(-1, -1, terms // 2, -1)
+    factors = rows[:, None, :1].expand(-1, -1, terms // 2, -1)
     low_rank = factors if terms > 1 else None
-    return made._replace(key=DecodeSide(low_rank, low_rank, rows if terms % 2 else None, 0, 0, rows.stride(2)))
+    return made._replace(key=DecodeSide(low_rank, low_rank, rows if terms % 2 else None, 0, 0, rows.stride(1)))

@@ -47,7 +47,7 @@ def test_results_do_not_depend_on_threads_nor_on_other_requests(
     finally:
         torch.set_num_threads(before)
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
-    last = pages._replace(**{name: getattr(pages, name)[2:] for name in ("table_starts", "first_keys", "key_counts")})
+    last = pages._replace(**{name: getattr(pages, name)[2:] for name in ("table_starts", "key_counts")})
     own = {name: stage.map(lambda factor: factor if factor.ndim == 2 else factor[2:]) for name, stage in stages.items()}
     assert torch.equal(run(attend_to_pages, step, query[2:], last, own), outputs[0][2:])
 

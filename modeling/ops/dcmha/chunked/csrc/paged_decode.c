@@ -3,7 +3,7 @@
 
    paged_decode_native.py calls `attend_to_pages` and `paged_workspace_size` and fills `paged_problem`. An item is a
    request. The phases, the spans and the arithmetic are those of decode.c. There are three differences: items differ in
-   their number of keys, a table says in which pages the keys are, and a row also holds the key-side terms of its token.
+   their number of keys, a table says in which rows the keys are, and a row also holds the key-side terms of its token.
 
    Macros: those of decode.c, and TERMS (the number of terms of the key side of one stage, each of HEADS elements: down
    factors, as many up factors and, if the number is odd, a gate). After the WIDTH elements of each of its KV_HEADS
@@ -16,26 +16,24 @@
 #define RANK (TERMS / 2)
 #define TERM_ELEMENTS (TERMS ? TERMS * HEADS : 1)
 
-/* The rows of one layer, [pages, page_length, KV_HEADS, WIDTH + EXTRA or more], whose last stride is 1. */
+/* The rows of all pages of one layer, [rows, KV_HEADS, WIDTH + EXTRA or more], whose last stride is 1. */
 typedef struct {
     const element *data;
-    long page_stride, row_stride, head_stride;
-} pages;
+    long row_stride, head_stride;
+} cache_rows;
 
 typedef struct {
     decode_tensor query; /* [items, HEADS, 1, WIDTH] */
-    pages key, value;
-    const long *table;        /* the page numbers of all items, one item after the other */
-    const long *table_starts; /* [items]: where the page numbers of an item start in the table */
-    const long *first_keys;   /* [items]: the first key that the query sees, counted from the start of its first page */
-    const long *key_counts;   /* [items]: how many keys the query sees from there on */
-    long page_length;         /* rows of a page */
+    cache_rows key, value;
+    const long *table;        /* the numbers of the rows of all items */
+    const long *table_starts; /* [items]: where the row numbers of an item start in the table */
+    const long *key_counts;   /* [items]: how many keys the query sees, each in a row */
     decode_stage pre, post;   /* without factors of keys, which are in the rows */
     long items;
     tables by_distance;
 } paged_problem;
 
-/* How far key `s` of an item, counted from its first visible key, is before the query, which is at the last key. */
+/* How far key `s` of an item is before the query, which is at the last key. */
 INLINE long distance_of(const paged_problem *given, long item, long s) { return given->key_counts[item] - 1 - s; }
 
 /* For how many keys an item has a workspace: at least one, because `divide` needs a span. */
@@ -50,20 +48,18 @@ long paged_workspace_size(const paged_problem *given) {
     return size;
 }
 
-/* Points `row` at the row of key `s` of an item, counted from its first visible key. Returns how many keys, up to
-   `end`, can be read from there with one stride: those of its page, and of next pages if they follow in memory too. */
-static long find_rows(const element **row, const paged_problem *given, const pages *from, long item, long s, long end) {
-    const long *table = given->table + given->table_starts[item];
-    long position = given->first_keys[item] + s, page = position / given->page_length;
-    long offset = position % given->page_length, count = given->page_length - offset;
-    *row = from->data + table[page] * from->page_stride + offset * from->row_stride;
-    if (from->page_stride == given->page_length * from->row_stride)
-        for (; s + count < end && table[page + 1] == table[page] + 1; page++) count += given->page_length;
-    return smaller(count, end - s);
+/* Points `row` at the row of key `s` of an item. Returns how many keys, up to `end`, are in rows that follow there. */
+static long find_rows(const element **row, const paged_problem *given, const cache_rows *from, long item, long s,
+                      long end) {
+    const long *numbers = given->table + given->table_starts[item] + s;
+    long count = 1;
+    while (s + count < end && numbers[count] == numbers[count - 1] + 1) count++;
+    *row = from->data + numbers[0] * from->row_stride;
+    return count;
 }
 
 /* Copies the terms of `count` rows to [count, TERMS, HEADS]. */
-static void read_terms(element (*terms)[TERM_ELEMENTS], const element *row, const pages *from, long count) {
+static void read_terms(element (*terms)[TERM_ELEMENTS], const element *row, const cache_rows *from, long count) {
     for (long s = 0; s < count; s++, row += from->row_stride)
         for (int h = 0; h < KV_HEADS; h++)
             memcpy(terms[s] + h * EXTRA, row + h * from->head_stride + WIDTH, EXTRA * sizeof(element));

@@ -11,8 +11,8 @@ the heads that share a key head are padded with zeros.
 Stages are a `DecodeStage`, `where` a `DecodeMask`, `pages` a `DecodePages` or None, `tables` a `DecodeTables` and
 `sizes` a `CacheSizes` of the module `decode`, where shapes are. Strides are those between items, heads and positions.
 With pages, keys and values are the rows of all pages, which a table assigns to items, and strides are those between
-pages, heads and rows of a page; a row has its token's factors behind the channels of each head. `DESIGN.md`,
-"Decoding", tells why scores and outputs take two kernels.
+rows and heads; a row has its token's factors behind the channels of each head. `DESIGN.md`, "Decoding", tells why
+scores and outputs take two kernels.
 """
 
 # What runs on the device is typed by Triton's compiler.
@@ -207,13 +207,13 @@ def _end_of(pages, sizes, item):
     """The end of the item's keys; with pages, each request has an end of its own."""
     end = original(sizes.keys)
     if pages is not None:
-        end = tl.load(pages.bounds + item * 3 + 2)
+        end = tl.load(pages.bounds + item * 2 + 1)
     return end
 
 
 @triton.jit
 def _item_of(pages, item):
-    """The item from which pointers to rows start; with pages 0, because offsets count from the first of all pages."""
+    """The item from which pointers to rows start; with pages 0, because offsets count from the first of all rows."""
     first = item
     if pages is not None:
         first = 0
@@ -225,10 +225,8 @@ def _positions(pages, strides, item, s, end):
     """Offsets `[block_s]` of the rows of keys, to be added to a pointer of `_rows_of`."""
     place = s * strides[2]
     if pages is not None:
-        table = pages.table + tl.load(pages.bounds + item * 3)
-        row = tl.load(pages.bounds + item * 3 + 1) + s
-        page = tl.load(table + row // pages.page_length, mask=s < end, other=0)
-        place = page * strides[0] + row % pages.page_length * strides[2]
+        table = pages.table + tl.load(pages.bounds + item * 2)
+        place = tl.load(table + s, mask=s < end, other=0) * strides[0]
     return place
 
 
