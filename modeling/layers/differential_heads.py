@@ -1,14 +1,13 @@
 """The parts of differential attention (arXiv 2410.05258) that are not in the attention op."""
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from ..ops.dcmha.composition import Composition
+from ..ops.dcmha.composition import Composition, pack_factors, unpack_factors
 from ..ops.dcmha.mixers import difference_of_pairs
 from ..ops.dtypes import at_least_float32
 from .rms_norm import RMSNorm
@@ -40,8 +39,9 @@ class DifferentialHeads(nn.Module):
     def forward(self, post: Composition | None) -> Composition:
         """Returns `post` with a static term that subtracts lambda times the probabilities of a pair's second head."""
         difference = difference_of_pairs(self._weight(), self.num_heads)
-        post = Composition() if post is None else post
-        return replace(post, static=difference if post.static is None else post.static + difference)
+        query, key, static = pack_factors(post)
+        static = difference if static is None else static + difference
+        return unpack_factors({"query": query, "key": key}, static, 1 if post is None else post.groups)
 
     def normalize(self, output: Tensor) -> Tensor:
         """Normalizes the output of each pair.

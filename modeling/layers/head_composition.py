@@ -127,8 +127,7 @@ class DynamicComposition(nn.Module):
         compositions: dict[str, Composition] = {}
         for index, stage in enumerate(self.stages):
             static = None if factors.static is None else factors.static[index]
-            sides = {side: getattr(factors, f"{stage}_{side}") for side in SIDES}
-            packed = {side: terms for side, terms in sides.items() if terms is not None}
+            packed = {side: getattr(factors, f"{stage}_{side}") for side in SIDES}
             compositions[stage] = unpack_factors(packed, static, self.groups)
         return compositions.get("pre"), compositions.get("post")
 

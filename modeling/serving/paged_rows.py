@@ -66,8 +66,7 @@ class RowLayout:
         if stage is None or not self.terms:
             return states, stage
         terms = channels.reshape(*rows.shape[:-2], self.terms, self.heads)
-        key_side = unpack_factors({"key": terms})
-        return states, replace(stage, key_down=key_side.key_down, key_up=key_side.key_up, key_gate=key_side.key_gate)
+        return states, unpack_factors({"query": pack_side(stage, "query"), "key": terms}, stage.static, stage.groups)
 
 
 def row_layout(config: Any) -> RowLayout:

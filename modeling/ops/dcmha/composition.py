@@ -105,15 +105,16 @@ def pack_side(composition: Composition, side: str) -> Tensor | None:
     return torch.cat(terms, dim=2) if terms else None
 
 
-def unpack_factors(packed: Mapping[str, Tensor], static: Tensor | None = None, groups: int = 1) -> Composition:
+def unpack_factors(packed: Mapping[str, Tensor | None], static: Tensor | None = None, groups: int = 1) -> Composition:
     """The inverse of `pack_factors`: returns the composition whose fields are views of packed terms.
 
     Args:
-        packed: the terms `[B, T or S, terms, H]` of each side that has any, by its name (`query`, `key`).
+        packed: the terms `[B, T or S, terms, H]` of each side by its name (`query`, `key`); None for one without terms.
         static: `[H, H]`, indexed [in, out].
     """
     factors: dict[str, Any] = {}
-    for side, terms in packed.items():
+    present = {side: terms for side, terms in packed.items() if terms is not None}
+    for side, terms in present.items():
         rank, has_gate = divmod(terms.shape[2], 2)
         down, up, gate = terms.split((rank, rank, has_gate), dim=2)  # the gradient of a split is a single operation
         if rank:
@@ -121,5 +122,5 @@ def unpack_factors(packed: Mapping[str, Tensor], static: Tensor | None = None, g
         if has_gate:
             factors[f"{side}_gate"] = gate.squeeze(2)
     composition = Composition(**factors, static=static, groups=groups)
-    composition.packed.update(packed)
+    composition.packed.update(present)
     return composition
