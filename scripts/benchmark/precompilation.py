@@ -18,9 +18,9 @@ from torch import Tensor
 from dynattn.modeling.ops.dcmha.triton import passes, tuning, workspace
 from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
 
+from ..common.workers import end_with_parent
 from .harness.inputs import RANK
 from .harness.overrides import override_attributes
-from .harness.process import end_with_parent
 from .harness.shapes import Shape
 from .harness.tuning import TunableConstant, override_constants
 

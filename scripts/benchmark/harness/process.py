@@ -3,11 +3,9 @@
 Nothing here imports PyTorch: the process is restarted before anything slow is imported.
 """
 
-import multiprocessing
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 
@@ -59,21 +57,6 @@ def run_workers(argv: Sequence[str], seconds: float) -> int:
             return status
         print(f"\nthe process ended with status {status}; another one goes on", flush=True)
         environment[GOES_ON] = "1"
-
-
-def end_with_parent() -> None:
-    """Makes this process, a worker of `multiprocessing`, end as soon as its parent has ended, in whatever way.
-
-    Workers of a parent that skips its clean-up would wait for work for ever, and keep open where their parent printed.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
 
 
 def pinned_threads() -> int:

@@ -4,7 +4,6 @@ import json
 import logging
 import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -21,6 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ...common.atomic_file import flush, write_json
+from ...common.workers import end_with_parent
 from ..stopping import ignore_signals
 from .document_encoders import Encoded, Encoder
 from .documents import iterate_texts
@@ -33,8 +33,6 @@ NOTE_DOCUMENTS = 50_000
 LENGTHS, NOTE = "lengths.bin", "written.json"
 # Batches that are submitted for each worker: enough that none is idle, and few enough to hold in memory.
 WAITING_BATCHES = 3
-# A worker checks this often whether its parent still runs.
-PARENT_SECONDS = 1.0
 
 
 @dataclass
@@ -111,14 +109,7 @@ def _become_worker(encoder: Encoder) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = encoder
     ignore_signals(0)  # a signal reaches all processes of a run; the process that started this one decides
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process once the process `parent` has ended, because nobody asks for tokens any more."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_SECONDS)
-    os._exit(1)
+    end_with_parent()
 
 
 def _encode(texts: list[str]) -> Encoded:

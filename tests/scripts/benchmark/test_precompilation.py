@@ -12,8 +12,8 @@ import torch
 
 from dynattn.scripts.benchmark import gpu_tuning, precompilation
 from dynattn.scripts.benchmark.arguments import BenchmarkArguments
-from dynattn.scripts.benchmark.harness.process import end_with_parent
 from dynattn.scripts.benchmark.precompilation import Precompilation, Target
+from dynattn.scripts.common.workers import end_with_parent
 
 PROGRAM = """
 import torch

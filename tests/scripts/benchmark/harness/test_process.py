@@ -1,11 +1,9 @@
 """The process starts anew only if it has to."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 
 import pytest
 
@@ -54,29 +52,6 @@ def test_threads_that_are_no_number_are_refused_unless_others_are_given(
         process.pin_process([], threads=None)
     process.pin_process([], threads=3)
     assert [variables[process.THREADS] for variables in started] == ["3"]
-
-
-PROGRAM = """
-import os
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from dynattn.scripts.benchmark.harness.process import end_with_parent
-
-pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=end_with_parent)
-assert pool.submit(os.getpid).result() != os.getpid()
-os._exit(75)
-"""
-
-
-def test_workers_end_with_a_parent_that_skips_its_clean_up() -> None:
-    """Else the worker would keep open what its parent printed to, and a pipe would wait for it for ever."""
-    parent = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, start_new_session=True)
-    try:
-        parent.communicate(timeout=20)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(parent.pid, signal.SIGKILL)
-    assert parent.returncode == 75
 
 
 def test_another_process_goes_on_for_one_that_crashes_or_loses_its_device(

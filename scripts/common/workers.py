@@ -1,0 +1,20 @@
+"""Processes that work for another one."""
+
+import multiprocessing
+import os
+import threading
+
+
+def end_with_parent() -> None:
+    """Makes this process, a worker of `multiprocessing`, end as soon as its parent has ended, in whatever way.
+
+    Workers of a parent that skips its clean-up would wait for work for ever, and keep open where their parent printed.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
