@@ -1,9 +1,12 @@
-"""The schemas of custom operators whose arguments are the fields of named tuples, and the results of their backward."""
+"""Custom operators whose arguments are the fields of named tuples: schemas, arguments, results of the backward pass."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
+
+Tensors = TypeVar("Tensors", bound=NamedTuple)
+Others = TypeVar("Others", bound=NamedTuple)
 
 TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -18,6 +21,12 @@ TYPES: dict[Any, str] = {
 def arguments_of(*tuples: type) -> str:
     """The fields of some `NamedTuple` classes, one after the other, as arguments in a schema of PyTorch."""
     return ", ".join(f"{TYPES[kind]} {name}" for fields in tuples for name, kind in fields.__annotations__.items())
+
+
+def as_tuples(arguments: Sequence[Any], tensors: type[Tensors], others: type[Others]) -> tuple[Tensors, Others]:
+    """The arguments of an operator with the schema `arguments_of(tensors, others)`, as these two tuples."""
+    count = len(tensors._fields)
+    return tensors(*arguments[:count]), others(*arguments[count:])
 
 
 def tensors_for(names: Sequence[str]) -> str:

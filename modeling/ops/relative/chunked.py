@@ -1,6 +1,5 @@
 """Relative attention in linear memory: one chunk of queries at a time, with scores recomputed in the backward pass."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from ..dtypes import at_least_float32
 from ..masking import Structure, four_dimensional, split_mask
 from ..modes import autocast, refuse_second_derivatives, under_transforms
-from ..operator_schema import arguments_of, results_of, tensors_for
+from ..operator_schema import arguments_of, as_tuples, results_of, tensors_for
 from .chunk import Operands, RelativeChunk, relative_chunks
 from .eager import NO_TERMS, PositionTerms, relative_eager
 
@@ -122,7 +121,7 @@ def _reached_rows(structure: Structure, later_rows: int) -> slice:
 @torch.library.custom_op("dynattn::relative_chunked", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
 def _forward_op(*arguments: Any) -> Tensor:
     """The output `[B, T, H, D]`, with the fields of `RelativeInputs` and `RelativeSettings` as arguments."""
-    inputs, settings = _as_tuples(arguments)
+    inputs, settings = as_tuples(arguments, RelativeInputs, RelativeSettings)
     with torch.no_grad(), torch.autocast(inputs.query.device.type, enabled=False):
         operands = _heads_first(inputs)
         output = inputs.query.new_zeros(inputs.query.transpose(1, 2).shape)
@@ -144,7 +143,7 @@ def _backward_op(grad_output: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
     `grad_output` is `[B, T, H, D]`; the other arguments are those of `_forward_op`.
     """
-    inputs, settings = _as_tuples(arguments)
+    inputs, settings = as_tuples(arguments, RelativeInputs, RelativeSettings)
     with torch.no_grad(), torch.autocast(inputs.query.device.type, enabled=False):
         operands = _heads_first(inputs)
         grads = _zeros_like(operands)
@@ -163,12 +162,6 @@ def _backward_op(grad_output: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
             del probs, weights, grad_probs
             chunk.accumulate(operands, grads, grad_scores.mul_(settings.scaling).to(inputs.query.dtype))
     return results_of(_as_given(grads, operands), DIFFERENTIABLE, grad_output)
-
-
-def _as_tuples(arguments: Sequence[Any]) -> tuple[RelativeInputs, RelativeSettings]:
-    """The arguments of `_forward_op`, sorted into tensors and others."""
-    count = len(RelativeInputs._fields)
-    return RelativeInputs(*arguments[:count]), RelativeSettings(*arguments[count:])
 
 
 def _chunks(inputs: RelativeInputs, settings: RelativeSettings) -> list[RelativeChunk]:

@@ -5,7 +5,6 @@ reuses their memory. Only the inputs are saved for the backward pass, which comp
 passes are custom operators, so that autograd and `torch.compile` see one node each.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from ...distance_tables import NO_TABLES, DistanceTables
 from ...masking import four_dimensional, mask_one_query, with_first_keys
 from ...modes import autocast, refuse_second_derivatives, under_transforms, without_autocast
-from ...operator_schema import arguments_of, results_of, tensors_for
+from ...operator_schema import arguments_of, as_tuples, results_of, tensors_for
 from ..composition import Composition, pack_factors
 from ..eager import dcmha_eager
 from .arguments import DIFFERENTIABLE, ChunkedInputs, ChunkedSettings, DecodeStep
@@ -28,7 +27,7 @@ ARGUMENT_NAMES = (*ChunkedInputs._fields, *ChunkedSettings._fields)
 @torch.library.custom_op("dynattn::dcmha_chunked", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
 def _forward_op(*arguments: Any) -> Tensor:
     """`attend` with the fields of `ChunkedInputs` and `ChunkedSettings` as arguments; returns `[B, T, H, D]`."""
-    inputs, settings = _as_tuples(arguments)
+    inputs, settings = as_tuples(arguments, ChunkedInputs, ChunkedSettings)
     with torch.no_grad(), torch.autocast(inputs.query.device.type, enabled=False):
         return attend(inputs, settings)
 
@@ -40,16 +39,10 @@ def _forward_op(*arguments: Any) -> Tensor:
 )
 def _backward_op(grad_output: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """`attend_backward` for the gradient `[B, T, H, D]` of the output; other arguments as for `_forward_op`."""
-    inputs, settings = _as_tuples(arguments[:-1])
+    inputs, settings = as_tuples(arguments[:-1], ChunkedInputs, ChunkedSettings)
     with torch.no_grad(), torch.autocast(inputs.query.device.type, enabled=False):
         grads = attend_backward(grad_output, inputs, settings, arguments[-1])
     return results_of(grads, DIFFERENTIABLE, grad_output)
-
-
-def _as_tuples(arguments: Sequence[Any]) -> tuple[ChunkedInputs, ChunkedSettings]:
-    """The arguments of `_forward_op`, sorted into tensors and others."""
-    count = len(ChunkedInputs._fields)
-    return ChunkedInputs(*arguments[:count]), ChunkedSettings(*arguments[count:])
 
 
 @_forward_op.register_fake
@@ -62,7 +55,7 @@ def _(query: Tensor, *_: Any) -> Tensor:
 @_backward_op.register_fake
 def _(grad_output: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Empty tensors in the shapes of what `_backward_op` returns: `[B, H, T, D]` first, for the query."""
-    inputs, _ = _as_tuples(arguments[:-1])
+    inputs, _ = as_tuples(arguments[:-1], ChunkedInputs, ChunkedSettings)
     grads = {name: tensor.new_empty(tensor.shape) for name, tensor in inputs.differentiable(arguments[-1]).items()}
     return results_of(grads, DIFFERENTIABLE, grad_output)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...distance_tables import NO_TABLES, DistanceTables
 from ...masking import four_dimensional, mask_one_query
 from ...modes import autocast, refuse_second_derivatives, under_transforms
-from ...operator_schema import arguments_of, results_of, tensors_for
+from ...operator_schema import arguments_of, as_tuples, results_of, tensors_for
 from ..chunked.attention import dcmha_chunked
 from ..composition import Composition, pack_factors
 from ..eager import dcmha_eager
@@ -167,7 +167,7 @@ def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
 
     Returns the output `[B, T, H, D]` and the log-sum-exp `[B, H, T]`.
     """
-    inputs, settings = _as_tuples(arguments)
+    inputs, settings = as_tuples(arguments, MapInputs, MapSettings)
     device = inputs.query.device
     with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.cuda.device_of(inputs.query):
         return attend(inputs, settings)
@@ -183,18 +183,12 @@ def _backward_op(grad_output: Tensor, lse: Tensor, *arguments: Any) -> tuple[Ten
 
     Those of tables by distance are empty unless the last argument, in the order of `TABLES`, has True for them.
     """
-    inputs, settings = _as_tuples(arguments[:-1])
+    inputs, settings = as_tuples(arguments[:-1], MapInputs, MapSettings)
     device = inputs.query.device
     with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.cuda.device_of(inputs.query):
         grads = attend_backward(grad_output, lse, inputs, settings, _tables_of(arguments[-1]))
         grads = {name: contiguous(grad.to(getattr(inputs, name).dtype)) for name, grad in grads.items()}
     return results_of(grads, DIFFERENTIABLE, grad_output)
-
-
-def _as_tuples(arguments: Sequence[Any]) -> tuple[MapInputs, MapSettings]:
-    """The arguments of `_forward_op`, sorted into tensors and others."""
-    count = len(MapInputs._fields)
-    return MapInputs(*arguments[:count]), MapSettings(*arguments[count:])
 
 
 @_forward_op.register_fake
