@@ -20,6 +20,7 @@ from .common.seq2seq_decoder import Seq2SeqDecoderBody
 from .layers.mlp import MLP
 from .layers.relative_attention import RCMHAAttention, RCMHACrossAttention
 from .layers.segment import Segment, describe_segment, real_token_mask
+from .positions.absolute import make_absolute
 
 
 class RCMHASeq2SeqLayer(GradientCheckpointingLayer):
@@ -104,8 +105,7 @@ class RCMHASeq2SeqStack(RCMHASeq2SeqPreTrainedModel):
     def __init__(self, config: RCMHASeq2SeqConfig, layers: list[nn.Module]) -> None:
         super().__init__(config)
         self.embed_tokens = make_embedding(config)
-        learned = config.position_scheme == "learned"
-        self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.embed_positions = make_absolute(config)
         self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout)
