@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dynattn import RCMHAConfig
+from dynattn.configuration.relative_config import ATTENTION_TYPES
 from dynattn.modeling.layers.relative_attention import RCMHAAttention
 from dynattn.modeling.layers.segment import Segment
 from dynattn.modeling.ops.relative.attention import RELATIVE_IMPLEMENTATIONS
@@ -20,7 +21,6 @@ from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
 from .op_flops import relative_flops
 
-TYPES = ("rcmha", "rmha", "mdha", "mha")
 # Rows of the position tables in both styles, one for each distance.
 POSITIONS = 2048
 
@@ -47,7 +47,7 @@ class LayerProblem(NamedTuple):
 def candidates(device: torch.device) -> list[Candidate]:
     """Each attention type in each of our implementations, and in the official style, eager and compiled."""
     found = []
-    for kind in TYPES:
+    for kind in ATTENTION_TYPES:
         role: Role = "plain" if kind == "mha" else "ours"
         for name in RELATIVE_IMPLEMENTATIONS:
             found += [Candidate(f"{kind}-{name}", role, kind, partial(prepare_ours, kind=kind, implementation=name))]
@@ -116,7 +116,7 @@ def make_problem(shape: Shape, settings: BenchmarkSettings, *, backward: bool) -
     torch.manual_seed(settings.seed)
     hidden, rows = shape.heads * shape.width, shape.memory + shape.length
     configs, weights = {}, {}
-    for kind in TYPES:
+    for kind in ATTENTION_TYPES:
         configs[kind] = RCMHAConfig(
             attention_type=kind,
             hidden_size=hidden,
