@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS
-from dynattn.modeling.ops.dcmha.composition import Composition
+from dynattn.modeling.ops.dcmha.composition import SIDES, pack_side, unpack_factors
 
 from ..baselines.dcmha import attend_sdpa, attend_whole, decode_with_matrices, key_matrix_cache, mixing_matrices
 from ..harness.accuracy import Results
@@ -98,17 +98,12 @@ def packed(inputs: OpInputs) -> OpInputs:
 
     So a cache keeps those of the keys; those of a single query lie in the same order where a layer generates them.
     """
-    stages = {"pre": inputs.pre, "post": inputs.post}
-    views: dict[str, dict[str, Any]] = {name: {} for name in stages}
-    for side in ("query", "key"):
-        names = [(stage, f"{side}_{term}") for stage in stages for term in ("down", "up", "gate")]
-        terms = [getattr(stages[stage], name) for stage, name in names]
-        rows = [(term if term.ndim == 4 else term.unsqueeze(2)).transpose(1, 2) for term in terms]
-        joined = torch.cat(rows, dim=1).clone(memory_format=torch.contiguous_format)
-        parts = joined.split([row.shape[1] for row in rows], dim=1)
-        for (stage, name), term, part in zip(names, terms, parts, strict=True):
-            views[stage][name] = part.transpose(1, 2) if term.ndim == 4 else part.squeeze(1)
-    return replace(inputs, pre=Composition(**views["pre"]), post=Composition(**views["post"]))
+    pre, post = dict[str, Tensor](), dict[str, Tensor]()
+    for side in SIDES:
+        terms: list[Any] = [pack_side(stage, side) for stage in (inputs.pre, inputs.post) if stage is not None]
+        rows = torch.cat(terms, dim=2).transpose(1, 2).contiguous()
+        pre[side], post[side] = rows.transpose(1, 2).chunk(2, dim=2)
+    return replace(inputs, pre=unpack_factors(pre), post=unpack_factors(post))
 
 
 def make_case(
