@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_rcmha import RCMHAConfig
 from .caches.key_places import key_count
@@ -16,8 +15,7 @@ from .common.activation_checkpointing import drops_caches
 from .common.decoder import DecoderBody, DecoderPreTrainedModel
 from .common.decoder_inputs import DecoderArguments, DecoderInputs, with_absolute_positions
 from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
-from .common.relative_model import RelativePreTrainedModel
-from .layers.mlp import MLP
+from .common.relative_model import RelativeLayer, RelativePreTrainedModel
 from .layers.relative_attention import RCMHAAttention
 from .layers.segment import Segment, describe_segment
 from .positions.absolute import make_absolute
@@ -26,20 +24,15 @@ from .positions.learned_tables import learned_bias, refuse_reentrant_checkpointi
 from .positions.rotary import RotaryEmbedding
 
 
-class RCMHADecoderLayer(GradientCheckpointingLayer):
+class RCMHADecoderLayer(RelativeLayer):
     """Pre-norm attention, then pre-norm MLP, each with a residual.
 
     Segment memory holds hidden states before the norm, which is applied to memory and segment together.
     """
 
     def __init__(self, config: RCMHAConfig, layer_idx: int) -> None:
-        super().__init__()
+        super().__init__(config, layer_idx)
         self.layer_idx = layer_idx
-        self.self_attn = RCMHAAttention(config, layer_idx)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act)
-        self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout)
 
     @takes_either_name
     def forward(

@@ -5,7 +5,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache, EncoderDecoderCache
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -14,28 +13,15 @@ from .caches.names import takes_either_name
 from .caches.segment_memory import upgrade_to_memory_cache
 from .common.encoder import check_special_tokens
 from .common.packed_documents import packed_starts
-from .common.relative_model import RelativePreTrainedModel
+from .common.relative_model import RelativeLayer, RelativePreTrainedModel
 from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, SourceEncoderBody
 from .common.seq2seq_decoder import Seq2SeqDecoderBody
-from .layers.mlp import MLP
 from .layers.relative_attention import RCMHAAttention, RCMHACrossAttention
 from .layers.segment import Segment, describe_segment, real_token_mask
 from .positions.absolute import make_absolute
 
 
-class RCMHASeq2SeqLayer(GradientCheckpointingLayer):
-    """The modules that layers of encoder and decoder share: self-attention, the MLP and their norms."""
-
-    def __init__(self, config: RCMHASeq2SeqConfig, layer_idx: int, *, is_causal: bool) -> None:
-        super().__init__()
-        self.self_attn = RCMHAAttention(config, layer_idx, is_causal=is_causal)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act)
-        self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout)
-
-
-class RCMHASeq2SeqEncoderLayer(RCMHASeq2SeqLayer):
+class RCMHASeq2SeqEncoderLayer(RelativeLayer):
     """Pre-norm attention in both directions, then a pre-norm MLP, each with a residual."""
 
     def __init__(self, config: RCMHASeq2SeqConfig, layer_idx: int) -> None:
@@ -47,11 +33,11 @@ class RCMHASeq2SeqEncoderLayer(RCMHASeq2SeqLayer):
         return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
 
 
-class RCMHASeq2SeqDecoderLayer(RCMHASeq2SeqLayer):
+class RCMHASeq2SeqDecoderLayer(RelativeLayer):
     """Pre-norm causal attention, attention to the source, then the MLP, each with a residual."""
 
     def __init__(self, config: RCMHASeq2SeqConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx, is_causal=True)
+        super().__init__(config, layer_idx)
         self.cross_attn = RCMHACrossAttention(config, layer_idx)
         self.cross_attn_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 

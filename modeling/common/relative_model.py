@@ -5,13 +5,27 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...configuration.field_rules import BIAS_SCHEMES
 from ...configuration.relative_config import RelativeConfig
 from ..layers.headwise_conv import HeadwiseConv, init_conv
+from ..layers.mlp import MLP
 from ..layers.relative_attention import RCMHAAttention
 from ..ops.relative.attention import resolve_relative
 from .family_model import FamilyPreTrainedModel
+
+
+class RelativeLayer(GradientCheckpointingLayer):
+    """The modules that the layers of decoders and encoders share: self-attention, the MLP and their norms."""
+
+    def __init__(self, config: RelativeConfig, layer_idx: int, *, is_causal: bool = True) -> None:
+        super().__init__()
+        self.self_attn = RCMHAAttention(config, layer_idx, is_causal=is_causal)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act)
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout)
 
 
 class RelativePreTrainedModel(FamilyPreTrainedModel):
