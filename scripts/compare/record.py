@@ -11,11 +11,11 @@ import torch
 
 from ..common.atomic_file import read_json
 from ..common.environment import OF_A_RUN, distinct, of_runs
-from ..common.errors import UserError
+from ..common.errors import UserError, refusal_of
+from ..common.metric_records import MetricRecord, read_metrics
 from ..common.paired import add_holm, paired_difference
 from ..pretrain.data.token_stream import TokenStream
 from ..pretrain.options.model import LOSS_UNITS
-from ..pretrain.outputs.metrics import read_metrics
 
 RunRecord = dict[str, Any]
 # The run of each seed; None if it diverged.
@@ -35,7 +35,7 @@ def read_run(folder: Path) -> RunRecord:
     """Reads a finished run: its options, its measurements, and its losses after each number of tokens.
 
     Raises:
-        UserError: its result or its losses are damaged or gone.
+        UserError: its result or its losses are damaged, incomplete or gone.
     """
     fix = f"remove {folder} to repeat the run"
     try:
@@ -43,9 +43,23 @@ def read_run(folder: Path) -> RunRecord:
     except FileNotFoundError as error:
         raise UserError(f"{folder} holds no result.json; {fix}") from error
     lines = read_metrics(folder / "metrics.jsonl")
-    flops, validation = result["flops_per_second"], _curve(lines, "validation", ("tokens", "loss", "bits_per_byte"))
-    if not validation:
+    if all(line["split"] != "validation" for line in lines):
         raise UserError(f"{folder / 'metrics.jsonl'} holds no validation loss; {fix}")
+    try:
+        run = _run_record(folder, result, lines)
+    except (LookupError, TypeError) as error:
+        reason = f"do not hold a finished run: {refusal_of(error)}"
+        raise UserError(f"result.json and metrics.jsonl in {folder} {reason}; {fix}") from error
+    # The last line may have been cut off, and the loss before it is not the one with which the run has ended.
+    if (last := run["validation"][-1]["tokens"]) != run["tokens"]:
+        seen = f"has its last validation after {last:,} tokens, and the run read {run['tokens']:,}"
+        raise UserError(f"{folder / 'metrics.jsonl'} {seen}; {fix}")
+    return run
+
+
+def _run_record(folder: Path, result: Mapping[str, Any], lines: Sequence[MetricRecord]) -> RunRecord:
+    """A run from its result and the lines of its metrics."""
+    flops = result["flops_per_second"]
     return {
         **{name: result["arguments"][name] for name in OPTIONS},
         **{name: result[name] for name in MEASURED},
@@ -53,7 +67,7 @@ def read_run(folder: Path) -> RunRecord:
         "objective": result["arguments"].get("objective", "causal_lm"),
         "validation_targets": result.get("validation_targets") or _count_targets(folder),
         "flops_per_token": None if flops is None else flops / result["tokens_per_second"],
-        "validation": validation,
+        "validation": _curve(lines, "validation", ("tokens", "loss", "bits_per_byte")),
         "train": _curve(lines, "train", ("tokens", "loss")),
     }
 

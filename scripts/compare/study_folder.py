@@ -97,7 +97,7 @@ def draw(
         raise UserError(f"{output} holds no {RECORD}; run the study without --redraw first") from error
     try:
         text = table(record)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, StopIteration) as error:
         reason = f"is not of this study: {refusal_of(error)}"
         raise UserError(f"{output / RECORD} {reason}; give another --output") from error
     write_whole(output / TABLE, text + "\n")

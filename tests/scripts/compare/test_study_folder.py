@@ -9,7 +9,7 @@ import pytest
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.compare import study_folder
-from dynattn.scripts.compare.record import read_run
+from dynattn.scripts.compare.record import MEASURED, OPTIONS, read_run
 from dynattn.scripts.compare.study_folder import claim, draw, lock_of
 
 
@@ -103,10 +103,32 @@ def test_files_that_were_cut_off_are_named(content: str, tmp_path: Path) -> None
         read_run(tmp_path)
 
 
+def test_a_run_whose_last_loss_was_cut_off_does_not_count_with_the_one_before(tmp_path: Path) -> None:
+    options = dict.fromkeys(OPTIONS, 1)
+    result = {**dict.fromkeys(MEASURED, 7), "flops_per_second": None, "dataset": "d", "validation_targets": 9}
+    (tmp_path / "result.json").write_text(json.dumps({**result, "tokens": 200, "arguments": options}))
+    lines = [
+        {"step": n, "split": "validation", "tokens": 100 * n, "loss": 6.0 - n, "bits_per_byte": None} for n in (1, 2)
+    ]
+    metrics = "\n".join(map(json.dumps, lines))
+    (tmp_path / "metrics.jsonl").write_text(metrics)
+    assert [line["loss"] for line in read_run(tmp_path)["validation"]] == [5.0, 4.0]
+    (tmp_path / "metrics.jsonl").write_text(metrics[:-9])
+    told = rf"its last validation after 100 tokens, and the run read 200; remove {tmp_path} to repeat the run"
+    with pytest.raises(UserError, match=told):
+        read_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(metrics)
+    (tmp_path / "result.json").write_text('{"arguments": {}}')
+    with pytest.raises(UserError, match=rf"do not hold a finished run: KeyError: .*; remove {tmp_path} to repeat"):
+        read_run(tmp_path)
+
+
 def test_a_record_of_something_else_is_not_drawn(tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text('{"mine": 1}')
     with pytest.raises(UserError, match=r"record.json is not of this study: KeyError: 'arms'; give another --output"):
         draw(tmp_path, lambda record: str(record["arms"]), lambda *_: None, "plot.png")
+    with pytest.raises(UserError, match=r"record.json is not of this study: StopIteration; give another --output"):
+        draw(tmp_path, lambda record: str(next(iter(()))), lambda *_: None, "plot.png")
     assert not (tmp_path / "table.md").exists()
 
 
