@@ -16,7 +16,7 @@ from argparse import (
     ArgumentTypeError,
     RawDescriptionHelpFormatter,
 )
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from shlex import join
 from types import NoneType, UnionType
@@ -88,9 +88,18 @@ def parse_arguments(
     _require_given(parser, argv)
     values, unknown = parser.parse_known_args(argv)
     if unknown:
-        hint = suggest(_option_name(unknown[0]), vars(values), "--")
-        raise UserError(f"unknown options {' '.join(unknown)}; {hint}`{prog} --help` lists the known ones")
+        raise UserError(f"{_unknown(unknown, argv, vars(values))}`{prog} --help` lists all options")
     return cls(**vars(values))
+
+
+def _unknown(words: Sequence[str], argv: Sequence[str], known: Collection[str]) -> str:
+    """For a message about the words of `argv` that no option takes: what they are, and what may have been meant."""
+    word = words[0]
+    if _is_option(word):
+        return f"unknown options {join(words)}; {suggest(_option_name(word), known, '--')}"
+    given = {_option_name(text) for text in argv if _is_option(text)}
+    hint = f"did you mean {join(['--output', word])}? " if "output" in known and "output" not in given else ""
+    return f"{join(words)} belongs to no option; {hint}"
 
 
 def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 from transformers import HfArgumentParser
 
-from dynattn.scripts.common.arguments import command_line, make_parser, parse_arguments
+from dynattn.scripts.common.arguments import command_line, make_parser, name_words, parse_arguments
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.yaml_files import read_yaml
 
@@ -171,6 +171,25 @@ def test_unknown_options() -> None:
         parse_arguments(Arguments, ["--steps", "1", "--stride", "3"], prog="x")
     with pytest.raises(UserError, match="unknown options --rat 3; did you mean --rate"):  # not the beginning of --rate
         parse_arguments(Arguments, ["--steps", "1", "--rat", "3"], prog="x")
+
+
+@dataclass
+class Job:
+    model: str
+    output: str | None = None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["m", "a b"], "'a b' belongs to no option; did you mean --output 'a b'? `x --help` lists"),
+        (["m", "--output", "a", "b"], "b belongs to no option; `x --help` lists"),
+    ],
+)
+def test_a_word_that_no_option_takes_may_be_the_output(words: list[str], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        parse_arguments(Job, name_words(words, Job, 1), prog="x")
+    assert str(refused.value).startswith(message)
 
 
 @dataclass
