@@ -32,8 +32,9 @@ Commit {commit}; {hardware}, {threads} threads; load average {load}.
 Milliseconds between two tokens: the median of each answer, then of {rounds} rounds, and the least.
 
 """
-# Two tokens of an answer have a time between them. The least of all other numbers is 1.
-LEAST = {"new": 2}
+# Two tokens of an answer have a time between them, two heads can be composed, and prompts of the serving report lack
+# token 0. The least of all other numbers is 1.
+LEAST = {"new": 2, "heads": 2, "vocabulary": 2, "seed": 0}
 COLUMNS = ("model", "median ms", "minimum ms", "ratio to Llama, median of rounds", "least and largest")
 
 
@@ -63,12 +64,7 @@ def report(
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    for name, default in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
-    options = parser.parse_args(argv)
-    for name in defaults:
-        if (value := getattr(options, name)) < (least := LEAST.get(name, 1)):
-            parser.error(f"--{name}={value} must be at least {least}")
+    options = parse_numbers(parser, argv, defaults)
     torch.set_num_threads(options.threads)
     load = os.getloadavg()
     samples = measure(options)
@@ -87,6 +83,19 @@ def report(
     write_json(options.folder / "record.json", record, indent=1)
     write_whole(options.folder / "table.md", format_table(record))
     print(format_table(record))
+
+
+def parse_numbers(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: Mapping[str, int]
+) -> argparse.Namespace:
+    """Parses a command line with an option for each of `defaults`, and refuses numbers with nothing to measure."""
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
+    options = parser.parse_args(argv)
+    for name in defaults:
+        if (value := getattr(options, name)) < (least := LEAST.get(name, 1)):
+            parser.error(f"--{name}={value} must be at least {least}")
+    return options
 
 
 def make_models(options: argparse.Namespace) -> dict[str, PreTrainedModel]:

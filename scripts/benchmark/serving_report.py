@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from ..common.atomic_file import write_json, write_whole
+from ..common.atomic_file import read_json, write_json, write_whole
 from ..common.environment import hardware, source_commit, versions
 from ..common.errors import UserError
 from ..common.markdown import table
+from .generate_report import parse_numbers
 from .serving_engines import ALONE, Answer, Server, make_servers, random_prompts
 
 MODULE = "dynattn.scripts.benchmark.serving_report"
@@ -47,11 +48,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     numbers |= {"vocabulary": 8192, "shortest": 16, "longest": 256, "new": 64, "seed": 0}
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64], help="clients at once")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers", help="what batches")
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
-    options = parser.parse_args(argv)
-    if options.new < 2:
-        parser.error(f"--new={options.new} must be at least 2, to have a time between tokens")
+    options = parse_numbers(parser, argv, numbers)
+    if (fewest := min(options.clients)) < 1:
+        parser.error(f"--clients {fewest} must be at least 1")
+    if options.shortest > options.longest:
+        parser.error(f"--shortest={options.shortest} must be at most --longest={options.longest}")
     torch.set_num_threads(options.threads)
     try:
         record = started_record(options)
@@ -71,7 +72,7 @@ def started_record(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the record of the same command in the folder, with the rounds that it has, or a new one.
 
     Raises:
-        UserError: the folder holds the record of another command, of other code, or of another machine.
+        UserError: the folder holds a damaged record, or that of another command, of other code, or of another machine.
     """
     record: dict[str, Any] = {
         "command": f"python -m {MODULE} FOLDER " + " ".join(map(str, as_words(options))),
@@ -85,12 +86,11 @@ def started_record(options: argparse.Namespace) -> dict[str, Any]:
     path = options.folder / "record.json"
     if not path.exists():
         return record
-    found = json.loads(path.read_text(encoding="utf-8"))
+    fix = "remove it, or give another folder"
+    found = read_json(path, fix)
     for name in ("command", "commit", "versions", "hardware"):
-        if found[name] != record[name]:
-            raise UserError(
-                f"{path} has the {name} {found[name]!r}, not {record[name]!r}; remove it, or give another folder"
-            )
+        if found.get(name) != record[name]:
+            raise UserError(f"{path} has the {name} {found.get(name)!r}, not {record[name]!r}; {fix}")
     return found
 
 

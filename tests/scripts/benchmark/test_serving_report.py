@@ -26,10 +26,33 @@ def test_a_summary_counts_from_when_clients_send() -> None:
     assert found["between_tokens"] == 0.5 and 0.5 < found["between_tokens_p95"] < 0.9
 
 
-def test_a_single_token_has_no_time_between_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--new", "1"], "--new=1 must be at least 2"),  # a single token has no time between tokens
+        (["--rounds", "0"], "--rounds=0 must be at least 1"),
+        (["--heads", "1"], "--heads=1 must be at least 2"),
+        (["--vocabulary", "1"], "--vocabulary=1 must be at least 2"),
+        (["--clients", "4", "0"], "--clients 0 must be at least 1"),
+        (["--shortest", "300"], "--shortest=300 must be at most --longest=256"),
+    ],
+)
+def test_numbers_that_leave_nothing_to_measure_are_told(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        main([str(tmp_path / "report"), "--new", "1"])
-    assert "--new=1 must be at least 2" in capsys.readouterr().err
+        main([str(tmp_path / "report"), *words])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ['{"command": ', "{}"], ids=["half", "of something else"])
+def test_a_record_that_is_none_of_this_report_is_told(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "record.json").write_text(content)
+    with pytest.raises(SystemExit):
+        main([str(tmp_path)])
+    assert "remove it, or give another folder" in capsys.readouterr().err
 
 
 @pytest.mark.slow
