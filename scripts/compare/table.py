@@ -105,7 +105,7 @@ def _reading(record: Mapping[str, Any], timed: bool) -> str:
     seeds = {run["seed"] for arm in arms.values() for run in arm["runs"]}
     count = len(record["comparison"])
     corrected = any("p_holm" in comparison for comparison in record["comparison"].values())
-    comparisons = f"{count} comparison{'s' * (count > 1)}"
+    comparisons = f"{count} comparison{'s' * (count != 1)}"
     correction = f"corrected for {comparisons} (Holm)" if corrected else f"not corrected for {comparisons}"
     equal = "Tokens are equal; parameters and computation are not."
     if _tokens_differ(record):

@@ -135,6 +135,7 @@ def test_arms_are_compared_on_the_seeds_on_which_neither_diverged(tmp_path: Path
     text = table(record)
     assert "COMPOSED diverged on seed 2; the comparison is of seeds 0, 1, 3." in text
     assert "GONE diverged on seeds 0, 1, 2, 3; there is no comparison." in text
+    assert "not corrected for 0 comparisons." in table(record_of({"plain": plain, "gone": dict.fromkeys(range(4))}))
     assert "| SINGLE | 7 | 4.1000 | +0.1000 |  |  |" in text
     draw_arms(record, tmp_path / "losses.png")
     record = record_of({"composed": composed, "plain": plain})
