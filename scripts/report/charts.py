@@ -13,9 +13,15 @@ from matplotlib.ticker import MaxNLocator
 from ..common.figures import literal_label
 from .run import ReportedRun
 
-WIDTH, HEIGHT = 6.2, 3.2
+WIDTH, HEIGHT, NAME_HEIGHT = 6.2, 3.2, 0.18
+# A legend inside of the axes has at most so many names.
+MOST_INSIDE = 4
 # Colours that readers with any colour vision can tell apart (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+# A marker for each time that the colours start again, so that the curves of more runs differ, too.
+MARKERS = "os^Dv"
+# A curve of the first runs is marked if it has fewer points; every other curve is, at about so many of them.
+MARKED = 30
 # A curve with more points is drawn with so many of them, evenly spread, and looks the same.
 MOST_POINTS = 2000
 # The XML declaration and document type before the drawing, which name an address on another machine.
@@ -31,6 +37,7 @@ def draw_curves(
     figure, axes = _figure(label)
     drawn = False
     for index, run in enumerate(runs):
+        turn, place = divmod(index, len(COLOURS))
         for split in splits:
             steps, values = run.series(split, field)
             if not any(map(math.isfinite, values)):
@@ -38,10 +45,10 @@ def draw_curves(
             drawn = True
             name = literal_label(run.name if len(splits) == 1 else f"{run.name}, {split}")
             chosen = _spread(len(steps))
-            marker = "o" if len(steps) < 30 else None
+            marker = MARKERS[turn % len(MARKERS)] if turn or len(steps) < MARKED else None
             axes.plot(
                 np.array(steps)[chosen], np.array(values)[chosen], STYLES.get(split, "-"), label=name,
-                color=COLOURS[index % len(COLOURS)], linewidth=1.4, marker=marker, markersize=3,
+                color=COLOURS[place], linewidth=1.4, marker=marker, markersize=3, markevery=1 + len(chosen) // MARKED,
             )  # fmt: skip
     if not drawn:
         return None
@@ -49,8 +56,18 @@ def draw_curves(
     if log:
         axes.set_yscale("log")
     if len(runs) * len(splits) > 1:
-        axes.legend(frameon=False, fontsize=8)
+        _add_legend(figure, axes)
     return to_svg(figure)
+
+
+def _add_legend(figure: Figure, axes: matplotlib.axes.Axes) -> None:
+    """Names the curves between them if they are few, and else below, where no name hides a curve."""
+    lines, names = axes.get_legend_handles_labels()
+    if len(names) <= MOST_INSIDE:
+        axes.legend(frameon=False, fontsize=8)
+        return
+    figure.set_figheight(HEIGHT + NAME_HEIGHT * math.ceil(len(names) / 2))
+    figure.legend(lines, names, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
 
 
 def draw_layers(values: Mapping[str, Sequence[float]], label: str) -> str:

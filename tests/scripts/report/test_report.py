@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from dynattn.scripts.cli import main
+from dynattn.scripts.report import charts
+from dynattn.scripts.report.run import ReportedRun
 
 
 def write_run(folder: Path, **changes: Any) -> Path:
@@ -99,6 +102,20 @@ def test_names_of_runs_are_no_formulas_and_hide_no_curve(tmp_path: Path):
     runs = [str(write_run(tmp_path / name)) for name in names]
     assert main(["report", *runs, "--output", str(tmp_path / "page.html")]) == 0
     assert {f"{name}, train" for name in names} <= set(Page((tmp_path / "page.html").read_text()).texts)
+
+
+def test_curves_of_many_runs_differ_and_lie_above_their_names(monkeypatch: pytest.MonkeyPatch):
+    drawn: list[Figure] = []
+    monkeypatch.setattr(charts, "to_svg", lambda figure: drawn.append(figure) or "")
+    for count in (2, 9):
+        lines = [{"step": n, "split": split, "loss": 1.0} for n in range(40) for split in ("train", "validation")]
+        runs = [ReportedRun(str(number), lines, {}, {}) for number in range(count)]
+        charts.draw_curves(runs, ("train", "validation"), "loss", "Loss")
+    few, many = drawn
+    looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in many.axes[0].lines}
+    assert len(looks) == 18
+    assert few.axes[0].get_legend() is not None and not few.legends
+    assert many.axes[0].get_legend() is None and len(many.legends[0].get_texts()) == 18
 
 
 def test_only_a_page_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
