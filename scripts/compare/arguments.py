@@ -22,7 +22,10 @@ class CompareArguments:
     """
 
     variants: list[str] = field(
-        metadata={"help": "files of arguments of dynattn pretrain, or names of its recipes; the first is the baseline"}
+        metadata={
+            "help": "files of arguments of dynattn pretrain, or names of its recipes; the first is the baseline; they "
+            "stand before all options, or behind --variants"
+        }
     )
     output: str = option("runs/compare", "folder of all runs, the record, table and plot")
     seeds: int = option(5, "runs of each variant")

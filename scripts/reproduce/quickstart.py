@@ -17,7 +17,7 @@ from typing import Any
 
 from ...configuration.mixers import NO_COMPOSITION
 from ..common.arguments import option, parse_arguments
-from ..common.atomic_file import read_json, write_json
+from ..common.atomic_file import read_json, write_json, write_whole
 from ..common.errors import StoppedError, UserError
 from ..common.folder_names import make_folder
 from ..common.markdown import aligned_table
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         options = ["--limit", str(SAMPLES_OF_A_TASK), "--output", str(folder)]
         run_once(folder / "results.json", ["evaluate", model, *options])
     table = comparison(output)
-    (output / "table.md").write_text(table + "\n", encoding="utf-8")
+    write_whole(output / "table.md", table + "\n")
     write_json(output / "record.json", record(output), indent=1)
     draw_losses({label: output / name for name, label in MODELS.items()}, output / "losses.png")
     print(f"\n{table}\n\n{placement(output, arguments)}", flush=True)
