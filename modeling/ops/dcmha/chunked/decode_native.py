@@ -30,8 +30,8 @@ def decodes_in_c(step: DecodeStep) -> bool:
     """Whether `decode_in_c` takes this step.
 
     It takes plain tensors and parameters on a CPU in one of `DTYPES`; the mask may be boolean. All but mask and tables
-    must have the same dtype and a contiguous last dimension. No gradient may be needed, and both stages must have the
-    same head groups.
+    must have the same dtype and a contiguous last dimension. None may be a view that negates what is in memory, such as
+    the imaginary part of a conjugate. No gradient may be needed, and both stages must have the same head groups.
     """
     query, key, value, pre, post, _, mask, tables = step
     stages = [stage for stage in (pre, post) if stage is not None]
@@ -49,7 +49,10 @@ def decodes_in_c(step: DecodeStep) -> bool:
     tensors += others
     if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
         return False
-    return all(type(one) in (Tensor, Parameter) and one.is_cpu for one in tensors)
+    if not all(type(one) in (Tensor, Parameter) and one.is_cpu for one in tensors):
+        return False
+    # A compiler cannot trace `is_neg`, and calls C code by an operator, for which PyTorch makes copies of such views.
+    return torch.compiler.is_compiling() or not any(one.is_neg() for one in tensors)
 
 
 def decode_in_c(step: DecodeStep) -> Tensor | None:

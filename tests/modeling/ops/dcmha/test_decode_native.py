@@ -280,8 +280,16 @@ def with_other_groups(inputs: Inputs) -> Inputs:
     return inputs[0], {**inputs[1], "post": replace(inputs[1]["post"], groups=2)}
 
 
+def with_negated_views(inputs: Inputs) -> Inputs:
+    """The key and the factors of `pre` as PyTorch makes the imaginary part of a conjugate: their sign is not stored."""
+    inputs[0][1] = torch._neg_view(-inputs[0][1])
+    return inputs[0], {**inputs[1], "pre": inputs[1]["pre"].map(lambda factor: torch._neg_view(-factor))}
+
+
 @needs_compiler
-@pytest.mark.parametrize("change", [with_gradients, with_float32_factors, with_strided_rows, with_other_groups])
+@pytest.mark.parametrize(
+    "change", [with_gradients, with_float32_factors, with_strided_rows, with_other_groups, with_negated_views]
+)
 def test_what_c_code_cannot_do_is_done_without(change: Any, in_c: list[Tensor]) -> None:
     inputs = change(step_inputs(Step(100), torch.bfloat16))
     expected = attend(changed(inputs, torch.float64), "eager")
