@@ -50,10 +50,10 @@ def check_call(
             "must be equal, and the heads of the query a multiple of those of the key"
         )
     _check_dtypes(query, key, value)
-    _check_device("key", key, query)
-    _check_device("value", value, query)
+    for name, tensor in {"query": query, "key": key, "value": value}.items():
+        _check_storage(name, tensor, query)
     if attention_mask is not None:
-        _check_device("attention_mask", attention_mask, query)
+        _check_storage("attention_mask", attention_mask, query)
         _check_mask(attention_mask, (batch, heads, queries, keys))
     check_window(sliding_window)
     if scaling is not None and not (is_number(scaling) and -math.inf < scaling < math.inf):
@@ -70,19 +70,21 @@ def check_window(sliding_window: int | None) -> None:
 
 
 def check_kind(name: str, tensor: Tensor, query: Tensor, *others: torch.dtype) -> None:
-    """Raises ValueError unless a tensor of any shape is on the device of `query` `[B, H, T, D]` and has its dtype.
+    """Raises ValueError unless a dense tensor of any shape is on the device of `query` `[B, H, T, D]`, in its dtype.
 
     The dtype may also be one of `others`, or under autocast any floating-point dtype.
     """
-    _check_device(name, tensor, query)
+    _check_storage(name, tensor, query)
     if tensor.dtype == query.dtype or tensor.dtype in others:
         return
     if not (tensor.dtype in DTYPES and is_autocast_on(query.device)):
         raise ValueError(f"{name} is {tensor.dtype}; cast it to {query.dtype}, the dtype of query")
 
 
-def _check_device(name: str, tensor: Tensor, query: Tensor) -> None:
-    """Raises ValueError unless a tensor is on the device of `query`: one on `meta` would leave the result unset."""
+def _check_storage(name: str, tensor: Tensor, query: Tensor) -> None:
+    """Raises ValueError unless a tensor is dense, and on the device of `query`: one on `meta` would leave no result."""
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} is {tensor.layout}; attention takes dense tensors, as .to_dense() makes them")
     if tensor.device != query.device:
         raise ValueError(f"{name} is on {tensor.device}; move it to {query.device}, the device of query")
 

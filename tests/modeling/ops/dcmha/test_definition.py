@@ -228,6 +228,12 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"static": torch.ones(6, 6, device="meta")}, "pre.static is on meta; move it to cpu, the device of query"),
     ({"value": torch.ones(2, 6, 11, 4, device="meta")}, "value is on meta; move it to cpu, the device of query"),
     ({"mask": torch.ones(1, 1, 1, 11, dtype=torch.bool, device="meta")}, "attention_mask is on meta; move it to cpu"),
+    (
+        {"mask": torch.ones(1, 1, 1, 11, dtype=torch.bool).to_sparse()},
+        r"attention_mask is torch.sparse_coo; attention takes dense tensors, as .to_dense\(\) makes them",
+    ),
+    ({"value": torch.ones(2, 6, 11, 4).to_sparse()}, "value is torch.sparse_coo; attention takes dense"),
+    ({"static": torch.eye(6).to_sparse()}, "pre.static is torch.sparse_coo; attention takes dense"),
     *(
         ({"groups": groups}, f"groups must be a positive integer that divides the 6 heads, not {groups}")
         for groups in (4, 0, -2, 12, 1.5)
