@@ -22,7 +22,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from .key_places import refuse_lost_tokens, refuse_tokens
+from .key_places import refuse_lost_tokens, refuse_moved_window, refuse_tokens
 
 
 class ComposedLayerMixin:
@@ -146,9 +146,8 @@ class ComposedStaticSlidingWindowLayer(ComposedLayerMixin, StaticSlidingWindowLa
     """Allocated once, at the length of the sliding window."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last tokens; raises RuntimeError if they have overwritten some that the window would need."""
-        if tokens_to_remove and self.get_seq_length() > self.max_cache_len:
-            raise RuntimeError("a static cache whose window has moved cannot take tokens back; use a DynamicCache")
+        """Removes the last tokens; raises RuntimeError as `refuse_moved_window` does."""
+        refuse_moved_window(self, tokens_to_remove)
         super().crop(tokens_to_remove)
 
 

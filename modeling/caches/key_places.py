@@ -54,6 +54,15 @@ def refuse_lost_tokens(layer: Any, tokens_to_remove: int) -> None:
         )
 
 
+def refuse_moved_window(layer: Any, tokens_to_remove: int) -> None:
+    """Raises RuntimeError if a static layer cannot take tokens back, which have overwritten some its window would need.
+
+    Transformers itself does not check that. To be called before the layer crops.
+    """
+    if tokens_to_remove and layer.get_seq_length() > layer.max_cache_len:
+        raise RuntimeError("a static cache whose window has moved cannot take tokens back; use a DynamicCache")
+
+
 def past_tokens_within(cache: Cache | None, length: int, limit: int) -> int | None:
     """How many tokens a cache holds; None if `length` new ones cannot exceed `limit` tokens, or that cannot be told.
 

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from .key_places import refuse_lost_tokens, refuse_tokens
+from .key_places import refuse_lost_tokens, refuse_moved_window, refuse_tokens
 
 
 class StreamingLayerMixin:
@@ -217,6 +217,15 @@ class StreamingStaticLayer(_StreamingStaticMixin, StaticLayer):  # type: ignore[
 
 class StreamingStaticSlidingWindowLayer(_StreamingStaticMixin, StaticSlidingWindowLayer):  # type: ignore[misc, override]
     """Allocated once, at the length of the sliding window."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last tokens.
+
+        Raises:
+            RuntimeError: there are convolutions, or tokens are lost, see `refuse_moved_window`.
+        """
+        refuse_moved_window(self, tokens_to_remove)
+        super().crop(tokens_to_remove)
 
 
 class SegmentMemoryLayer(DynamicLayer):

@@ -484,6 +484,17 @@ def test_tokens_that_no_convolution_reads_can_be_taken_back() -> None:
     torch.testing.assert_close(found, model(IDS[:, :9]).logits[:, 5:], atol=1e-5, rtol=0)
 
 
+@torch.no_grad()
+def test_a_static_memory_that_has_moved_takes_no_tokens_back() -> None:
+    model = make(attention_type="mha", mem_len=5)
+    cache = StaticCache(config=model.config, max_cache_len=24)
+    model(IDS[:, :6], past_key_values=cache)
+    cache.crop(-1)
+    model(IDS[:, 5:8], past_key_values=cache)
+    with pytest.raises(RuntimeError, match="a static cache whose window has moved cannot take tokens back; use a Dyn"):
+        cache.crop(-1)
+
+
 def test_an_unknown_layer_of_a_cache_is_refused() -> None:
     model = make()
     cache = DynamicCache(config=model.config)
