@@ -115,7 +115,7 @@ def unpack_factors(packed: Mapping[str, Tensor | None], static: Tensor | None = 
     factors: dict[str, Any] = {}
     present = {side: terms for side, terms in packed.items() if terms is not None}
     for side, terms in present.items():
-        rank, has_gate = divmod(terms.shape[2], 2)
+        rank, has_gate = divmod(int(terms.shape[2]), 2)  # `torch.jit.trace` makes tensors of sizes
         down, up, gate = terms.split((rank, rank, has_gate), dim=2)  # the gradient of a split is a single operation
         if rank:
             factors[f"{side}_down"], factors[f"{side}_up"] = down, up

@@ -506,6 +506,15 @@ def test_device_and_dtype_reach_every_parameter() -> None:
     assert {(p.device.type, p.dtype) for p in module.parameters()} == {("meta", torch.bfloat16)}
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_trace_serves_inputs_of_other_sizes() -> None:
+    """While tracing, sizes are tensors."""
+    module = ComposedMultiheadAttention(E, H, batch_first=True, **STRONG)
+    x, longer = torch.randn(B, T, E), torch.randn(B + 1, T + 2, E)
+    traced = torch.jit.trace(module, (x, x, x), check_trace=False)
+    torch.testing.assert_close(traced(longer, longer, longer), module(longer, longer, longer))
+
+
 def test_copies_compiled_modules_and_autocast_work() -> None:
     module = ComposedMultiheadAttention(E, H, batch_first=True, **STRONG)
     x = torch.randn(B, T, E)
