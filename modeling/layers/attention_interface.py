@@ -208,7 +208,7 @@ def check_new_implementation(name: str, attend: Attention) -> None:
         raise TypeError(f"the implementation {name!r} is a {type(attend).__name__}; give a function")
     if name in (*BUILT_IN, "eager", "sdpa"):
         raise ValueError(f"{name!r} is an implementation of dynattn; register yours under another name")
-    if not name or set(name) & set("|/:"):
+    if not isinstance(name, str) or not name or set(name) & set("|/:"):
         raise ValueError(f"{name!r} is no name of an implementation; give one without '|', '/' and ':'")
     if name in ALL_ATTENTION_FUNCTIONS and name not in MAY_MAKE_MAPS:  # those registered here are in both
         raise ValueError(f"{name!r} is an implementation of Transformers; register yours under another name")

@@ -70,12 +70,13 @@ def test_names_of_the_package_are_refused(name: str) -> None:
     ("name", "message"),
     [
         ("", "'' is no name of an implementation"),
+        (3, "3 is no name of an implementation"),
         ("paged|mine", "give one without '|', '/' and ':'"),
         ("mine/kernel", "is no name of an implementation"),
         ("flash_attention_2", "'flash_attention_2' is an implementation of Transformers"),
     ],
 )
-def test_names_that_mean_something_to_transformers_are_refused(name: str, message: str) -> None:
+def test_names_that_mean_something_to_transformers_are_refused(name: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         dynattn.register_implementation(name, dcmha_eager)
     assert name not in COMPOSING_IMPLEMENTATIONS
