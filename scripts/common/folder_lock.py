@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
+from weakref import WeakSet
 
 from .errors import UserError
 
@@ -22,7 +23,8 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 class FolderLock:
     """An exclusive lock on the folder in which the file `path` lies; the file names the process that holds it.
 
-    As a context manager it takes the lock, and releases it at the end of the block.
+    As a context manager it takes the lock, and releases it at the end of the block. Processes that are forked meanwhile
+    do not hold it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,6 +59,7 @@ class FolderLock:
             # The former holder deletes the file on release. A lock on a deleted file protects nothing, so try again.
             if self._is_named(file):
                 self._file = file
+                _HELD.add(self)
             else:
                 file.close()
         self._file.truncate(0)
@@ -88,10 +91,15 @@ class FolderLock:
             for folder in self._made:
                 folder.rmdir()
         with suppress(OSError):
-            # Processes that were forked meanwhile have the file open too, so closing it here would not unlock it.
+            # Closing unlocks only if no forked process has the file open, and one may not have run `_leave_to_parent`.
             fcntl.flock(self._file, fcntl.LOCK_UN)
-        with suppress(OSError):
-            self._file.close()
+        self._close()
+
+    def _close(self) -> None:
+        """Closes the file, without unlocking it for other processes that have it open."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
         self._file = None
 
     def _lock(self, file: TextIO) -> None:
@@ -119,3 +127,20 @@ class FolderLock:
             return os.path.samestat(os.fstat(file.fileno()), self.path.stat())
         except FileNotFoundError:
             return False
+
+
+# The locks of this process.
+_HELD: WeakSet[FolderLock] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Closes, in a process that was forked, the files of its parent's locks.
+
+    A lock lasts until all processes that have the file open close it. The workers of a run that is killed live on for
+    seconds, and the same command, given again, would be refused.
+    """
+    for lock in list(_HELD):
+        lock._close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,21 @@ lock.take()
 print("taken", flush=True)
 sys.stdin.read()
 """
+
+# The child reads to the end of the test, too.
+HOLD_AND_FORK = HOLD.replace(
+    'print("taken", flush=True)',
+    "import os\nif os.fork() == 0: print('in the child:', lock.is_held, flush=True)",
+)
+
+
+@contextmanager
+def holding(script: str, path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs `script` with the path of a lock, until the end of the block."""
+    command = [sys.executable, "-c", script, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
 
 
 def test_the_holder_is_named_and_nothing_is_left_at_the_end(tmp_path: Path):
@@ -55,19 +72,30 @@ def test_who_waits_gets_the_lock_when_it_is_released(tmp_path: Path, caplog: pyt
 
 def test_a_killed_process_holds_nothing(tmp_path: Path):
     path = tmp_path / ".lock"
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "taken\n"
-    with pytest.raises(UserError, match=f"in use by process {process.pid} on"):
-        FolderLock(path).take()
-    process.kill()
-    process.communicate()
+    with holding(HOLD, path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "taken\n"
+        with pytest.raises(UserError, match=f"in use by process {process.pid} on"):
+            FolderLock(path).take()
     lock = FolderLock(path)
     lock.take()
     assert str(os.getpid()) in path.read_text()
     lock.release()
+
+
+def test_a_forked_process_neither_holds_nor_keeps_the_lock_of_its_parent(tmp_path: Path):
+    """As the workers of a data loader, which live on for seconds when their run is killed."""
+    path = tmp_path / ".lock"
+    with holding(HOLD_AND_FORK, path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in the child: False\n"
+        with pytest.raises(UserError, match=f"in use by process {process.pid} on"):
+            FolderLock(path).take()
+        process.kill()
+        process.wait()
+        lock = FolderLock(path)
+        lock.take()  # while the child is there
+        lock.release()
 
 
 def test_a_file_system_without_locks_is_used_with_a_warning(
