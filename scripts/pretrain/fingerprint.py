@@ -50,6 +50,13 @@ FIXED_SETTINGS = (
 )
 # Fields of a configuration that say nothing about the architecture.
 UNRELATED_FIELDS = ("transformers_version", "architectures", "dtype", "_name_or_path", "use_cache")
+# The options behind fields of a fingerprint that have other names, for messages.
+OPTIONS = {
+    "peak": "learning_rate",
+    "min_ratio": "min_learning_rate_ratio",
+    "first_step": "freeze_parent_steps",
+    "shape": "schedule",
+}
 # Fields of a fingerprint that depend on the number of updates.
 LENGTH_FIELDS = ("max_steps", "warmup_steps")
 # Fields of a fingerprint that checkpoints of earlier versions lack, with the values that their runs had.
@@ -116,7 +123,7 @@ def check_same_run(path: Path, fingerprint: Fingerprint) -> None:
     elif names and keeps_past(stored, fingerprint, state["progress"]["step"]):
         names = [name for name in names if name not in SCHEDULE_FIELDS]
     if names:
-        changes = ", ".join(f"{name} (was {stored[name]}, is {fingerprint[name]})" for name in names)
+        changes = ", ".join(f"{OPTIONS.get(name, name)} (was {stored[name]}, is {fingerprint[name]})" for name in names)
         split = "; processes, batch_size and gradient_accumulation_steps may change as long as their product does not"
         raise UserError(
             f"cannot resume from {path} because this changed: {changes}; change it back, or start a new run in another "

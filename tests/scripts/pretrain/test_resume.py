@@ -120,7 +120,7 @@ def test_a_finished_run_is_extended_by_more_updates(corpus: Path, tmp_path: Path
     for changes in ({"max_steps": 8}, {"max_steps": 6}, {"max_steps": 12, "resume": "never"}):
         with pytest.raises(UserError, match="already holds a finished model; give another folder, more --max_steps"):
             run(output, corpus, **changes)
-    with pytest.raises(UserError, match=r"this changed: peak \(was 0.01, is 0.02\)"):
+    with pytest.raises(UserError, match=r"this changed: learning_rate \(was 0.01, is 0.02\)"):
         run(output, corpus, max_steps=12, learning_rate=2e-2)
 
 

@@ -254,7 +254,7 @@ def test_a_mistake_changes_nothing(overwrite: bool, corpus: Path, tmp_path: Path
     ("changes", "message"),
     [
         ({"model_config": {**LLAMA, "hidden_size": 32}}, r"model.hidden_size \(was 16, is 32\)"),
-        ({"learning_rate": 2e-2}, r"peak \(was 0.01, is 0.02\)"),
+        ({"learning_rate": 2e-2}, r"changed: learning_rate \(was 0.01, is 0.02\)"),
         ({"max_steps": 20}, r"max_steps \(was 12, is 20\)"),
         ({"vocab_size": 290}, r"tokenizer \(was bpe 300, is bpe 290\)"),
         ({"validation_share": 0.2}, "training_data .*, validation_data"),

@@ -114,7 +114,7 @@ def test_resuming_around_the_freeze_repeats_the_uninterrupted_run(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"freeze_parent_steps": 3}, r"first_step \(was 4, is 3\)"),
+        ({"freeze_parent_steps": 3}, r"freeze_parent_steps \(was 4, is 3\)"),
         ({"composition_learning_rate": 2e-2}, r"composition_learning_rate \(was None, is 0.02\)"),
         ({"init_from": "a copy"}, r"init_from \(was .+/upcycled, is .+/other\)"),
     ],
