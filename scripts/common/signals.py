@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 
 from .errors import StoppedError
 from .launcher import is_only_process
@@ -39,6 +40,22 @@ def signals_received(receive: Callable[[int], object], signals: Collection[int] 
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """A process that is started in the block gets no signal before it unblocks or ignores it.
+
+    A terminal sends its signal to all processes, and one that is just being started would end with a traceback, before
+    it could ignore the signal or handle it. This process still gets signals if it has several threads.
+    """
+    # Python would start it with the first process, and let SIGINT and SIGTERM through after that.
+    resource_tracker.ensure_running()
+    earlier = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
 
 
 @contextmanager

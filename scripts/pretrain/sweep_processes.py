@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
@@ -11,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from ..common.environment_variables import variables_set
 from ..common.errors import StoppedError, UserError
-from ..common.signals import SIGNALS, signals_received
+from ..common.signals import SIGNALS, heard_signals, signals_held_back, signals_received
 
 Answer = TypeVar("Answer")
 
@@ -91,7 +92,7 @@ def start(slot: int, at_once: int, value: float, task: SweepTask[Any]) -> Worker
     answers, ending = multiprocessing.Pipe(duplex=False)
     # A process that is forked after PyTorch has used its threads can hang.
     process = multiprocessing.get_context("spawn").Process(target=_work, args=(task, ending))
-    with variables_set(share_of(slot, at_once, os.environ, os.cpu_count() or 1)):
+    with variables_set(share_of(slot, at_once, os.environ, os.cpu_count() or 1)), signals_held_back():
         process.start()
     ending.close()
     return Worker(slot, value, process, answers)
@@ -143,6 +144,9 @@ def _work(task: SweepTask[Any], answers: Connection) -> None:
     with task.log.open("ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+    for number in heard_signals():
+        signal.signal(number, signal.SIG_DFL)  # it ends the process; Python's own action for SIGINT is a traceback
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
         answers.send((task.work(), None))
     except (UserError, StoppedError) as failure:

@@ -29,6 +29,7 @@ from dynattn.modeling.ops.chunked_loss import IGNORED
 
 from ...common.atomic_file import write_json
 from ...common.errors import UserError
+from ...common.signals import signals_held_back
 from ..arguments import PretrainArguments
 from ..outputs import checkpoint
 from ..outputs.run_folder import RunFolder
@@ -147,7 +148,8 @@ class StreamOrder(TrainingOrder):
         context = multiprocessing.get_context("spawn")
         # A daemon could not start processes of its own, which tokenize.
         process = context.Process(target=self.writer.run, args=(self._wanted,))
-        process.start()
+        with signals_held_back():
+            process.start()
         finished = threading.Event()
         watch = threading.Thread(target=self.writer.tell_if_it_dies, args=(process, finished), daemon=True)
         watch.start()

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ...common.atomic_file import flush, write_json
+from ...common.signals import signals_held_back
 from ...common.workers import end_with_parent
 from ..stopping import ignore_signals
 from .document_encoders import Encoded, Encoder
@@ -92,12 +93,16 @@ def encode_batches(batches: Iterator[list[str]], encoder: Encoder, workers: int)
     # A process that is forked after the tokenizer has used its threads can hang.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=_become_worker, initargs=(encoder,)) as pool:
-        waiting: list[Future[Encoded]] = [
-            pool.submit(_encode, batch) for batch in islice(batches, WAITING_BATCHES * workers)
-        ]
+        waiting: list[Future[Encoded]] = [_submit(pool, batch) for batch in islice(batches, WAITING_BATCHES * workers)]
         while waiting:
             yield waiting.pop(0).result()
-            waiting += [pool.submit(_encode, batch) for batch in islice(batches, 1)]
+            waiting += [_submit(pool, batch) for batch in islice(batches, 1)]
+
+
+def _submit(pool: ProcessPoolExecutor, batch: list[str]) -> Future[Encoded]:
+    """Gives a batch to the pool, which may start a worker for it."""
+    with signals_held_back():
+        return pool.submit(_encode, batch)
 
 
 _encoder: Encoder

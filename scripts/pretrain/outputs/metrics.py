@@ -33,7 +33,7 @@ class MetricsLog:
             _keep_until(path, step)
         try:
             accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": step + 1}})
-        except OSError:
+        except BaseException:  # such as a full disk, or a signal
             accelerator.trackers.clear()  # `end_training` would fail to end a tracker that has not started
             raise
         for name in trackers:

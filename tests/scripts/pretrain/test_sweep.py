@@ -18,7 +18,7 @@ from dynattn.scripts.pretrain.options.sweep import Sweep
 from dynattn.scripts.pretrain.outputs.metrics import read_metrics
 from dynattn.scripts.pretrain.stopping import StoppedError
 from dynattn.scripts.pretrain.sweep import Outcome, best_of, recipe_line, run_sweep
-from dynattn.scripts.pretrain.sweep_processes import SweepTask, run_tasks, share_of
+from dynattn.scripts.pretrain.sweep_processes import SweepTask, collect_answer, run_tasks, share_of, start
 
 SHORT: dict[str, Any] = {"max_steps": 4, "warmup_steps": 1, "eval_every": 4, "save_every": 2}
 
@@ -149,6 +149,16 @@ def test_a_signal_stops_all_runs_of_a_sweep_at_checkpoints(tmp_path: Path):
         last = curve(run, "step", split="train")[-1][0]
         assert (run / "checkpoints" / f"step-{last:06d}").exists()
     assert not (output / "learning_rate=0.01").exists()
+
+
+def test_a_signal_ends_a_process_that_is_being_started_without_a_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    worker = start(0, 1, 1.0, SweepTask(partial(time.sleep, 60), tmp_path / "1.log"))
+    os.kill(worker.process.pid or 0, signal.SIGINT)
+    _, failure = collect_answer(worker, tmp_path / "1.log")
+    assert isinstance(failure, StoppedError)
+    assert (capfd.readouterr().err, (tmp_path / "1.log").read_text()) == ("", "")
 
 
 @pytest.mark.slow

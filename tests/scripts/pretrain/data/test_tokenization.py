@@ -1,6 +1,9 @@
 """Tokenizing once: in processes, from where it was interrupted, and shared by runs."""
 
 import json
+import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +92,18 @@ def test_what_was_lost_with_a_crash_is_made_again(name: str, encoder: TextEncode
 def test_processes_make_the_same_tokens_in_the_same_order(encoder: TextEncoder):
     ours, theirs = (list(encode_batches(documents.iterate_texts(DATASET), encoder, workers)) for workers in (2, 0))
     assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.slow
+def test_a_signal_does_not_end_a_process_that_is_being_started(encoder: TextEncoder, capfd: pytest.CaptureFixture[str]):
+    def texts() -> Iterator[list[str]]:
+        yield ["one"]
+        (started,) = multiprocessing.active_children()
+        os.kill(started.pid or 0, signal.SIGINT)
+        yield ["two"]
+
+    assert len(list(encode_batches(texts(), encoder, workers=1))) == 2
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_cache_tokenizes_once_and_shares_the_files(encoder: TextEncoder, tmp_path: Path):

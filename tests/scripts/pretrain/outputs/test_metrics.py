@@ -1,10 +1,23 @@
-"""Trackers besides TensorBoard: the real packages, without a network, where they are installed."""
+"""Trackers: TensorBoard that does not start, and the real packages of others, without a network, where installed."""
 
+import signal
 import sqlite3
 from pathlib import Path
 
 import pytest
+from accelerate.tracking import TensorBoardTracker
 from cases.training import run
+
+from dynattn.scripts.common.errors import StoppedError
+
+
+def test_a_signal_while_tensorboard_starts_ends_the_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def start(tracker: TensorBoardTracker) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(TensorBoardTracker, "start", start)
+    with pytest.raises(StoppedError, match="stopped by SIGTERM"):
+        run(tmp_path / "run", corpus, max_steps=2, warmup_steps=1)
 
 
 def test_wandb_offline_keeps_the_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
