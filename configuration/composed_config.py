@@ -1,5 +1,6 @@
 """The attention fields that the configurations of all decoders with composed heads share."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -92,16 +93,26 @@ class ComposedConfig(CompositionConfig):
         self.validate_position_scheme()
         self.validate_heads()
         given: Any = kwargs.pop("rope_scaling", None) or self.rope_parameters or {}
+        others = {name: value for name, value in kwargs.items() if name not in ROPE_ARGUMENTS}
         if not self.rotates:
             self.rope_parameters = None
-            return {name: value for name, value in kwargs.items() if name not in ROPE_ARGUMENTS}
+            return others
         if check_rope_mapping(given):
-            self.rope_parameters = {name: dict(own) for name, own in given.items() if own is not None}
+            own = {name: rope for name, rope in given.items() if rope is not None}
+            self.rope_parameters = {name: self._completed(rope, kwargs) for name, rope in own.items()}
         else:
-            self.rope_parameters = {**given}
-        kwargs = super().convert_rope_params_to_dict(**kwargs)
+            self.rope_parameters = self._completed(given, kwargs)
         self.validate_rotary()
-        return kwargs
+        return others
+
+    def _completed(self, rope: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Rotary parameters of all layers, or of those of a type, with Transformers' defaults.
+
+        Transformers 5.17 itself completes only flat parameters.
+        """
+        self.rope_parameters = {**rope}
+        super().convert_rope_params_to_dict(**arguments)
+        return {**self.rope_parameters}
 
     def scheme_of(self, layer_type: str) -> str:
         """The position scheme of the layers of a type."""
@@ -189,12 +200,13 @@ class ComposedConfig(CompositionConfig):
         """Part of the strict validation: the rotary parameters are complete, in range and fit the heads."""
         if not self.rotates:
             return
-        head_dim = check_even_heads(self)
+        head_dim, given = check_even_heads(self), self.rope_parameters or {}
+        is_nested = self.has_nested_rope or not given  # nothing is left of parameters that are None for each type
         for layer_type in sorted(set(self.layer_types or ())):
             scheme = self.scheme_of(layer_type)
             if scheme not in ROTARY_SCHEMES:
                 continue
-            if self.has_nested_rope and layer_type not in (given := self.rope_parameters or {}):
+            if is_nested and layer_type not in given:
                 raise ValueError(f"rope_parameters lack {layer_type!r}, whose layers rotate; they have {sorted(given)}")
             check_rope_parameters(self.rope_of(layer_type), head_dim)
             if scheme == "carope":

@@ -94,6 +94,11 @@ class ComposedLayerMixin:
 class _ComposedDynamicMixin(ComposedLayerMixin):
     """Operations that only dynamic layers have."""
 
+    def reset(self) -> None:
+        """Drops all tokens; Transformers 5.17 itself would keep as many zeros."""
+        self.is_initialized = self.factors.is_initialized = False
+        super().reset()
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
         self.factors.batch_repeat_interleave(repeats)

@@ -122,8 +122,9 @@ class _StreamingDynamicMixin(StreamingLayerMixin):
     """Operations that only dynamic layers have."""
 
     def reset(self) -> None:
-        """Drops the contexts, as the plain layer drops its keys: the next batch may have another size or dtype."""
+        """Drops contexts and keys, as the next batch may have another size or dtype."""
         self.contexts = {}
+        self.is_initialized = False  # Transformers 5.17 itself would keep as many zeros
         super().reset()
 
     def activate_past_recording(self) -> None:
@@ -263,6 +264,7 @@ class SegmentMemoryLayer(DynamicLayer):
         return self.cumulative_length
 
     def reset(self) -> None:
+        self.is_initialized = False  # as in `_StreamingDynamicMixin.reset`
         super().reset()
         self.cumulative_length = 0
 

@@ -235,6 +235,7 @@ ROPE_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"full_attention": {"rope_type": "default"}}, r"rope_parameters lack 'sliding_attention', whose layers rotate"),
     ({"full_attention": {"rope_type": "default"}, "rope_theta": 1e4}, r"\['rope_theta'\] beside \['full_attention'\]"),
     ({"full_attention": {"rope_theta": 1e4}, "sliding_attention": None}, r"rope_parameters lack 'sliding_attention'"),
+    ({"full_attention": None}, r"rope_parameters lack 'full_attention', whose layers rotate"),
     ({"full_attention": 3}, "rope_parameters of 'full_attention' \\(3\\) must be a dictionary"),
     ({"rope_type": "truncated"}, r"rope_type 'truncated' lack \['truncate_length'\]"),
     ({"rope_type": "power", "power_factor": -1}, r"power_factor \(-1\) must be at least 0"),

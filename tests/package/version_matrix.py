@@ -43,6 +43,11 @@ AREAS = {
     "caches, generation": (
         "tests/modeling/caches/test_composed_cache.py",
         "tests/modeling/test_ladder.py::test_generation_agrees_with_the_model_without_a_cache",
+        "tests/modeling/test_speculation.py",
+    ),
+    "configurations, positions": (
+        "tests/configuration/test_configuration.py",
+        "tests/modeling/positions/test_schemes.py",
     ),
     "compiled": ("tests/modeling/test_compile.py",),
     "equal to Transformers": ("tests/modeling/test_plain_equality.py",),
