@@ -10,7 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..configuration.configuration_dcformer import DCFormerConfig
 from .caches.names import takes_either_name
 from .common.composed_decoder import ComposedDecoderBody, ComposedDecoderPreTrainedModel
-from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
+from .common.decoder_heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .layers.composed_attention import ComposedAttention
 from .layers.mlp import GatedMLP
 from .layers.rms_norm import RMSNorm

@@ -13,8 +13,8 @@ from .caches.names import takes_either_name
 from .caches.segment_memory import SegmentMemoryLayer, upgrade_to_memory_cache
 from .common.activation_checkpointing import drops_caches
 from .common.decoder import DecoderBody, DecoderPreTrainedModel
+from .common.decoder_heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .common.decoder_inputs import DecoderArguments, DecoderInputs, with_absolute_positions
-from .common.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from .common.relative_model import RelativeLayer, RelativePreTrainedModel
 from .layers.relative_attention import RCMHAAttention
 from .layers.segment import Segment, describe_segment

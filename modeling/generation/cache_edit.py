@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..caches.composed_cache import ComposedDynamicLayer
 from ..common.activation_checkpointing import check_keeps_cache
-from ..common.heads import causal_model_in
+from ..common.decoder_heads import causal_model_in
 from ..ops.dtypes import at_least_float32
 from ..positions.carope import cached_phases, turn_cached_keys
 from ..positions.rotary import batch_dependent_rope, rotary_of, rotate

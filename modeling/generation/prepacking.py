@@ -12,7 +12,7 @@ from ..caches.composed_cache import ComposedLayerMixin
 from ..caches.names import named_cache
 from ..caches.offloading import update_layer
 from ..common.activation_checkpointing import check_keeps_cache
-from ..common.heads import causal_model_in
+from ..common.decoder_heads import causal_model_in
 from ..positions.rotary import batch_dependent_rope
 
 

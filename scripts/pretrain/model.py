@@ -27,8 +27,8 @@ from dynattn import keep_attention_outputs  # importing dynattn registers its mo
 from dynattn.configuration.composition_config import CompositionConfig
 from dynattn.families import family_of
 from dynattn.modeling.common.activation_checkpointing import checkpoint_activations
+from dynattn.modeling.common.decoder_heads import CausalLMHead
 from dynattn.modeling.common.encoder_heads import MaskedLMHead
-from dynattn.modeling.common.heads import CausalLMHead
 from dynattn.modeling.layers.differential_heads import DifferentialHeads
 from dynattn.modeling.layers.head_composition import DynamicComposition
 from dynattn.modeling.ops.dcmha.attention import default_implementation

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from dynattn.modeling.common.heads import CausalLMHead
+from dynattn.modeling.common.decoder_heads import CausalLMHead
 from dynattn.modeling.ops.chunked_loss import CHUNK_TOKENS, chunked_causal_loss
 
 from ..engines.interface import BUCKET_ELEMENTS

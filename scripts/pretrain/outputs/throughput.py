@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dynattn.families import family_of
+from dynattn.modeling.common.decoder_heads import CausalLMHead
 from dynattn.modeling.common.encoder_heads import MaskedLMHead
-from dynattn.modeling.common.heads import CausalLMHead
 from dynattn.modeling.common.packed_documents import starts_by_positions
 from dynattn.modeling.ops.chunked_loss import IGNORED
 

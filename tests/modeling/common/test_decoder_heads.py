@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from dynattn import DCFormerConfig, DCFormerForTokenClassification
-from dynattn.modeling.common.heads import is_plain_linear
+from dynattn.modeling.common.decoder_heads import is_plain_linear
 
 PROMPTS = [[3, 5, 7, 9, 11], [4, 8, 15, 16, 23, 42, 2, 1], [9]]
 # Without a limit the cache takes most of the machine's memory, and every pass reads all of it.
