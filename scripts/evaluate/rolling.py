@@ -12,7 +12,7 @@ from dynattn.modeling.caches.names import named_cache
 from dynattn.modeling.ops.chunked_loss import IGNORED
 
 from ..common.checkpoint_loading import refuse_nan
-from ..common.token_streams import TokenStreams
+from ..common.parallel_streams import ParallelStreams
 
 
 def roll_texts(model: PreTrainedModel, texts: Sequence[list[int]], *, segment: int, batch_size: int) -> list[float]:
@@ -43,7 +43,7 @@ def _roll_batch(model: PreTrainedModel, texts: Sequence[Tensor], segment: int) -
     targets = pad_sequence([text[1:] for text in texts], batch_first=True, padding_value=IGNORED)
     memory = DynamicCache(config=model.config)
     total = torch.zeros(len(texts), dtype=torch.float64)
-    for part, wanted in TokenStreams(inputs, targets, segment):
+    for part, wanted in ParallelStreams(inputs, targets, segment):
         logits = model(part, **named_cache(memory)).logits.float()
         refuse_nan(logits)
         nats = F.cross_entropy(logits.transpose(1, 2), wanted, ignore_index=IGNORED, reduction="none")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dynattn.modeling.ops.chunked_loss import IGNORED
 
-from ...common.token_streams import TokenStreams
+from ...common.parallel_streams import ParallelStreams
 from .best_fit import Packs, pack_best_fit
 from .sequences import Sequences, as_item, restarting_positions
 from .token_stream import TokenStream
@@ -130,7 +130,7 @@ class StreamSegments(Sequences):
 
     def __init__(self, stream: TokenStream, length: int, *, parts: int, pad: int) -> None:
         self.stream, self.length, self.parts, self.pad = stream, length, parts, pad
-        self.cut = TokenStreams.cut(torch.from_numpy(stream.tokens), parts, length)
+        self.cut = ParallelStreams.cut(torch.from_numpy(stream.tokens), parts, length)
 
     def __len__(self) -> int:
         return len(self.cut) * self.parts

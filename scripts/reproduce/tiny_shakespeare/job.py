@@ -10,7 +10,7 @@ from ...common.compiler import check_compiler
 from ...common.environment import provenance, source_commit
 from ...common.errors import UserError
 from ...common.folder_names import make_folder, resolve_folder
-from ...common.token_streams import TokenStreams
+from ...common.parallel_streams import ParallelStreams
 from ...compare.study_folder import RECORD, TABLE, lock_of, other_commits, write_record
 from .arguments import StudyArguments
 from .figures import draw_bars, draw_curves
@@ -81,7 +81,7 @@ def choose_setting(arguments: StudyArguments, group: Group, corpus: Corpus) -> S
     setting = (QUICK if arguments.quick else SETTINGS)[group.setting]
     setting = replace(setting, streams=arguments.streams or setting.streams)
     check_lengths(corpus, setting)
-    segments = len(TokenStreams.cut(corpus.train, setting.streams, setting.segment))
+    segments = len(ParallelStreams.cut(corpus.train, setting.streams, setting.segment))
     if arguments.epochs is not None:
         steps = max(1, round(arguments.epochs * segments))
     elif group.patience is not None and not (arguments.steps or arguments.quick):
@@ -98,7 +98,7 @@ def check_lengths(corpus: Corpus, setting: Setting) -> None:
     """Raises UserError if a text is too short for so many streams."""
     for text, streams in ((corpus.train, setting.streams), (corpus.validation, setting.evaluation_streams)):
         try:
-            TokenStreams.cut(text, streams, setting.segment)
+            ParallelStreams.cut(text, streams, setting.segment)
         except ValueError as error:
             raise UserError(f"{error}; give a longer text, or fewer --streams") from error
 

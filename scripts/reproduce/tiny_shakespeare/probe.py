@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from ...common.measuring import interleave, peak_memory, sample
-from ...common.token_streams import TokenStreams
+from ...common.parallel_streams import ParallelStreams
 from .plan import TYPES, Run, Setting
 from .text import Corpus
 from .training import make_model, read_segment, training_streams, update
@@ -57,7 +57,7 @@ class Updates:
     def __init__(self, run: Run, corpus: Corpus) -> None:
         torch.manual_seed(run.seed)
         self.run, self.model = run, make_model(run, corpus)
-        self.streams: TokenStreams = training_streams(run, corpus)
+        self.streams: ParallelStreams = training_streams(run, corpus)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
         self.memory: Cache | None = None
         self.position = 0

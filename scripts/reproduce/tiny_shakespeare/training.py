@@ -15,7 +15,7 @@ from ....configuration.configuration_rcmha import RCMHAConfig
 from ....modeling.caches.names import cache_in, named_cache
 from ....modeling.modeling_rcmha import RCMHAForCausalLM
 from ...common.environment import hardware, versions
-from ...common.token_streams import TokenStreams
+from ...common.parallel_streams import ParallelStreams
 from .plan import PEAK_RATE, Run
 from .progress import StudyProgress, Tally
 from .text import Corpus
@@ -101,7 +101,7 @@ def train(model: RCMHAForCausalLM, run: Run, corpus: Corpus, checkpoint: Path) -
 def train_pass(
     model: RCMHAForCausalLM,
     run: Run,
-    streams: TokenStreams,
+    streams: ParallelStreams,
     optimizer: torch.optim.Optimizer,
     progress: StudyProgress,
     first: int,
@@ -157,7 +157,7 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> 
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
-def evaluate(model: nn.Module, streams: TokenStreams) -> dict[str, float]:
+def evaluate(model: nn.Module, streams: ParallelStreams) -> dict[str, float]:
     """Scores on all segments in order, with memory carried from each to the next."""
     model.eval()
     memory: Cache | None = None
@@ -168,25 +168,25 @@ def evaluate(model: nn.Module, streams: TokenStreams) -> dict[str, float]:
     return tally.scores()
 
 
-def training_streams(run: Run, corpus: Corpus) -> TokenStreams:
+def training_streams(run: Run, corpus: Corpus) -> ParallelStreams:
     """The training split as the run reads it."""
-    return TokenStreams.cut(corpus.train, run.setting.streams, run.setting.segment)
+    return ParallelStreams.cut(corpus.train, run.setting.streams, run.setting.segment)
 
 
-def first_segment(run: Run, streams: TokenStreams) -> int:
+def first_segment(run: Run, streams: ParallelStreams) -> int:
     """The index of the first segment: random so that training ends before the text does; 0 for a pass or more."""
     latest = max(len(streams) - run.setting.steps, 0)
     return int(torch.randint(latest + 1, (), generator=torch.Generator().manual_seed(run.seed)))
 
 
-def held_out(run: Run, corpus: Corpus) -> TokenStreams:
+def held_out(run: Run, corpus: Corpus) -> ParallelStreams:
     """The validation split, or its beginning if the setting limits the tokens to score."""
     setting = run.setting
     tokens = corpus.validation[: setting.evaluation_tokens]
-    return TokenStreams.cut(tokens, setting.evaluation_streams, setting.segment)
+    return ParallelStreams.cut(tokens, setting.evaluation_streams, setting.segment)
 
 
-def seen_text(run: Run, corpus: Corpus) -> TokenStreams:
+def seen_text(run: Run, corpus: Corpus) -> ParallelStreams:
     """Text that was trained on, as much as `held_out` scores or all of it if that is less.
 
     It is the last that was read. After more than a pass it is the end of the split, which was read in the last pass or
@@ -201,7 +201,7 @@ def seen_text(run: Run, corpus: Corpus) -> TokenStreams:
     inputs, targets = (
         side[:, part].reshape(setting.streams * pieces, -1) for side in (streams.inputs, streams.targets)
     )
-    return TokenStreams(inputs, targets, setting.segment)
+    return ParallelStreams(inputs, targets, setting.segment)
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:

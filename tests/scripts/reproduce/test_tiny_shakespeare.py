@@ -17,7 +17,7 @@ from dynattn.modeling.caches.names import cache_in, named_cache
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.folder_lock import FolderLock
-from dynattn.scripts.common.token_streams import TokenStreams
+from dynattn.scripts.common.parallel_streams import ParallelStreams
 from dynattn.scripts.reproduce.tiny_shakespeare import job, plan, text, training
 from dynattn.scripts.reproduce.tiny_shakespeare.arguments import StudyArguments
 from dynattn.scripts.reproduce.tiny_shakespeare.plan import SETTINGS, TYPES, Run, Setting
@@ -98,7 +98,7 @@ def test_scoring_carries_memory_and_counts_every_target_once():
     model = Counter()
     tokens = torch.arange(41) % 5
     tokens[10] = 3  # which is a wrong target, and has one
-    scores = training.evaluate(model, TokenStreams.cut(tokens, 2, 6))
+    scores = training.evaluate(model, ParallelStreams.cut(tokens, 2, 6))
     assert model.memories == [None, 1, 2, 3]
     assert scores == {"accuracy": 38 / 40, "bits_per_character": pytest.approx((38 * 1 + 2 * 3) / 40), "tokens": 40}
 
@@ -130,10 +130,8 @@ def test_training_scores_are_of_text_that_was_trained_on(seed: int, steps: int):
 
 
 def test_seeds_start_at_different_places_and_variants_of_a_seed_at_the_same():
-    starts = [
-        {training.first_segment(run_of(TINY, seed, kind), TokenStreams.cut(torch.arange(5000), 2, 8)) for kind in TYPES}
-        for seed in range(3)
-    ]
+    streams = ParallelStreams.cut(torch.arange(5000), 2, 8)
+    starts = [{training.first_segment(run_of(TINY, seed, kind), streams) for kind in TYPES} for seed in range(3)]
     assert all(len(places) == 1 for places in starts)
     assert len(set.union(*starts)) == 3
 
@@ -199,7 +197,7 @@ def test_training_ends_when_passes_stop_helping_and_tells_the_best(
 
     told = iter(losses)
 
-    def evaluate(model: nn.Module, streams: TokenStreams) -> dict[str, float]:
+    def evaluate(model: nn.Module, streams: ParallelStreams) -> dict[str, float]:
         loss = next(told)
         return {"accuracy": 1 / loss, "bits_per_character": loss, "tokens": 1}
 
@@ -237,7 +235,7 @@ def test_groups_that_run_for_days_are_asked_for_by_name():
     for name, streams in (("plateau", 4), ("plateau-official", 32)):
         setting = job.choose_setting(StudyArguments(data="book.txt", groups=[name]), plan.GROUPS[name], corpus)
         assert setting.patience == plan.PATIENCE and setting.warmup == 2000 and setting.streams == streams
-        segments = len(TokenStreams.cut(corpus.train, streams, setting.segment))
+        segments = len(ParallelStreams.cut(corpus.train, streams, setting.segment))
         assert setting.steps == plan.MOST_PASSES * segments
         kinds = {fields["attention_type"] for fields in plan.GROUPS[name].variants.values()}
         acts = {fields.get("hidden_act", setting.hidden_act) for fields in plan.GROUPS[name].variants.values()}

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from dynattn.scripts.common.token_streams import TokenStreams
+from dynattn.scripts.common.parallel_streams import ParallelStreams
 
 
 def test_streams_are_successive_pieces_of_the_text_and_segments_follow_each_other():
-    streams = TokenStreams.cut(torch.arange(15), streams=2, segment=3)
+    streams = ParallelStreams.cut(torch.arange(15), streams=2, segment=3)
     assert [(inputs.tolist(), targets.tolist()) for inputs, targets in streams] == [
         ([[0, 1, 2], [7, 8, 9]], [[1, 2, 3], [8, 9, 10]]),
         ([[3, 4, 5], [10, 11, 12]], [[4, 5, 6], [11, 12, 13]]),
@@ -18,7 +18,7 @@ def test_streams_are_successive_pieces_of_the_text_and_segments_follow_each_othe
 
 @pytest.mark.parametrize(("tokens", "streams", "segment"), [(100, 1, 7), (101, 4, 5), (103, 4, 1), (103, 4, 200)])
 def test_every_token_but_the_first_is_a_target_once(tokens: int, streams: int, segment: int):
-    cut = TokenStreams.cut(torch.arange(tokens), streams, segment)
+    cut = ParallelStreams.cut(torch.arange(tokens), streams, segment)
     targets = torch.cat([targets.flatten() for _, targets in cut]).sort().values
     assert targets.tolist() == list(range(1, len(targets) + 1))
     assert tokens - 1 - len(targets) < streams
@@ -27,7 +27,7 @@ def test_every_token_but_the_first_is_a_target_once(tokens: int, streams: int, s
 
 def test_segments_share_the_memory_of_the_text():
     tokens = torch.zeros(1000, dtype=torch.long)
-    inputs, _ = TokenStreams.cut(tokens, 4, 10)[3]
+    inputs, _ = ParallelStreams.cut(tokens, 4, 10)[3]
     assert inputs.untyped_storage().data_ptr() == tokens.untyped_storage().data_ptr()
 
 
@@ -37,10 +37,10 @@ def test_segments_share_the_memory_of_the_text():
 )
 def test_impossible_cuts_are_refused(streams: int, segment: int, message: str):
     with pytest.raises(ValueError, match=message):
-        TokenStreams.cut(torch.arange(10), streams, segment)
+        ParallelStreams.cut(torch.arange(10), streams, segment)
 
 
 @pytest.mark.parametrize("index", [-1, 3])
 def test_there_is_no_segment_outside_the_text(index: int):
     with pytest.raises(IndexError, match=f"segment {index} of 3"):
-        TokenStreams.cut(torch.arange(10), 1, 3)[index]
+        ParallelStreams.cut(torch.arange(10), 1, 3)[index]

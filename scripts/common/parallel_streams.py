@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class TokenStreams:
+class ParallelStreams:
     """`B` streams side by side; segment `i` of a stream continues its segment `i - 1` (Transformer-XL).
 
     Indexing and iteration give the segments in order, each as inputs and targets `[B, T]`, where `T` is `segment`, or
@@ -23,7 +23,7 @@ class TokenStreams:
     segment: int
 
     @classmethod
-    def cut(cls, tokens: Tensor, streams: int, segment: int) -> "TokenStreams":
+    def cut(cls, tokens: Tensor, streams: int, segment: int) -> "ParallelStreams":
         """Cuts `tokens` `[N]` into `B` equal streams.
 
         Every token but the first is a target once, except for up to `B - 1` tokens at the end that fill no stream.
