@@ -16,8 +16,8 @@ from ..common.errors import UserError
 from ..pretrain import PretrainArguments, pretrain
 from ..pretrain.guard import DivergedError
 from ..pretrain.model import plan_config
+from ..pretrain.same_texts import check_same_texts
 from ..pretrain.stopping import deadline_after
-from ..pretrain.texts import check_same_texts
 from .arguments import CompareArguments
 from .figures import PLOT, draw_arms
 from .record import Record, RunRecord, make_record, read_run

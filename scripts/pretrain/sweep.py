@@ -20,8 +20,8 @@ from .arguments import PretrainArguments
 from .guard import DivergedError
 from .job import pretrain
 from .options.sweep import Sweep
+from .same_texts import check_same_texts
 from .sweep_processes import SweepTask, run_tasks
-from .texts import check_same_texts
 
 # Settings that may differ between the commands that make one sweep.
 FREE_SETTINGS = (

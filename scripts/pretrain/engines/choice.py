@@ -8,8 +8,8 @@ from accelerate import Accelerator
 
 from ...common.errors import UserError, first_line
 from ..arguments import PretrainArguments
+from .fsdp import FSDPEngine
 from .interface import Engine
-from .sharded import ShardedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def build_engine(arguments: PretrainArguments, accelerator: Accelerator, launche
         return Engine(name, accelerator, cuda_graphs=arguments.cuda_graphs)
     if name.startswith("zero"):
         return build_zero(name, arguments, accelerator)
-    return ShardedEngine(name, accelerator, shards_of(name, arguments, accelerator.num_processes))
+    return FSDPEngine(name, accelerator, shards_of(name, arguments, accelerator.num_processes))
 
 
 def check_launcher(arguments: PretrainArguments, environment: Mapping[str, str]) -> None:

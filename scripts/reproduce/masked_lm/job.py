@@ -7,7 +7,7 @@ from ...common.arguments import command_line
 from ...compare.job import choose_rate, measured_run, report_arms
 from ...compare.record import Record, compare_arms, make_record
 from ...compare.study_folder import claim
-from ...pretrain.texts import check_same_texts
+from ...pretrain.same_texts import check_same_texts
 from ..study_runs import text_name
 from .arguments import ARMS, MaskedLMArguments
 from .runs import Runs

@@ -7,7 +7,7 @@ from ...common.arguments import command_line
 from ...compare.job import Losses, choose_rate, measured_run, report_arms
 from ...compare.record import Record, make_record
 from ...compare.study_folder import claim
-from ...pretrain.texts import check_same_texts
+from ...pretrain.same_texts import check_same_texts
 from .arguments import UpcyclingArguments
 from .runs import ARMS, Runs
 

@@ -15,8 +15,8 @@ from cases.training import ENVIRONMENT, LLAMA, RUN, arguments, as_options, curve
 
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain.engines.choice import build_engine, launched_engine, shards_of, warn_of_missing_processes
+from dynattn.scripts.pretrain.engines.fsdp import FSDPEngine
 from dynattn.scripts.pretrain.engines.interface import Engine
-from dynattn.scripts.pretrain.engines.sharded import ShardedEngine
 from dynattn.scripts.pretrain.job import build_accelerator
 from dynattn.scripts.pretrain.main import RECIPES
 from dynattn.scripts.pretrain.outputs import checkpoint
@@ -85,8 +85,8 @@ def test_engines_that_cannot_be_are_one_clear_error(tmp_path: Path, monkeypatch:
     [
         ("ddp", 4, None, Engine),
         ("fsdp2", 1, None, Engine),
-        ("fsdp2", 4, 4, ShardedEngine),
-        ("hsdp", 4, 2, ShardedEngine),
+        ("fsdp2", 4, 4, FSDPEngine),
+        ("hsdp", 4, 2, FSDPEngine),
     ],
 )
 def test_several_processes_share_weights_if_asked_to(

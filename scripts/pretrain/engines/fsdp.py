@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from .interface import Engine, OptimizerBuilder
 
 
-class ShardedEngine(Engine):
+class FSDPEngine(Engine):
     """PyTorch's `fully_shard` over decoder layers and the rest of the model.
 
     The weights of a layer are in one piece only during its forward and its backward pass. With bf16, they are gathered
