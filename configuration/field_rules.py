@@ -182,8 +182,8 @@ def check_layer_types(config: Any) -> None:
 def describe_misspellings(config: Any, names: Iterable[str]) -> list[str]:
     """A warning for each name that is no field of the configuration, but looks like one.
 
-    Transformers keeps arguments that it does not know as attributes, so a misspelled field would change nothing without
-    a word. Names that look like no field are left to it: checkpoints of other versions have such.
+    Transformers keeps arguments that it does not know as attributes, so a misspelled field would silently change
+    nothing. Names that resemble no field get no warning: checkpoints of other versions have such names.
     """
     own = [field.name for field in fields(config)]
     warnings = []

@@ -29,8 +29,8 @@ class PortableConfig(PreTrainedConfig):
     """A configuration whose `save_pretrained` also writes the model's code, if it was loaded from a folder with code.
 
     A checkpoint with code names its files in `auto_map`. Transformers copies those files when it saves a model that it
-    loaded from them. Where the package is installed, its own classes are used instead of the files, Transformers copies
-    nothing, and without this class the saved checkpoint would name files that it does not have.
+    loaded from them. Where the package is installed, the model is loaded from the package and not from the files, so
+    Transformers copies nothing. Without this class the saved checkpoint would name files that it does not have.
     """
 
     # Writes the code files of a configuration into a folder. The installed package sets it; in remote code it stays
@@ -54,8 +54,8 @@ class PortableConfig(PreTrainedConfig):
     def validate_fields(self) -> None:
         """Part of the strict validation: every field keeps the rule of its name.
 
-        It is also called before fields are derived from others, so that a wrong value gets the error of its own rule
-        and not one of the arithmetic.
+        It is also called before fields are derived from others, so that a wrong value raises the error of its own rule
+        and not one from the derivation.
         """
         check_fields(self)
 

@@ -95,9 +95,9 @@ class DCViTPreTrainedModel(ComposedPreTrainedModel):
                     init.constant_(scale, float(self.config.layer_scale_init or 0))
 
     def to(self, *args: Any, **kwargs: Any) -> Self:  # type: ignore[override]
-        """Moves or casts the model as `torch.nn.Module.to` does; a memory format is for the convolution of patches.
+        """Moves or casts the model as `torch.nn.Module.to` does; a memory format changes the convolution alone.
 
-        It does not suit the weights that compose heads, some of which have as many dimensions as a volume's kernel.
+        PyTorch would apply it to every weight with four or five dimensions, and weights that compose heads have these.
         """
         memory_format = kwargs.pop("memory_format", None)
         super().to(*args, **kwargs)

@@ -1,9 +1,9 @@
 """Makes every family known to the Auto classes of Transformers, now or as soon as those are imported.
 
 Importing Transformers and the models takes seconds, which `import dynattn` and the command line's help must not take.
-So the Auto classes get their entries right after the modules that define them were imported, by a finder on
-`sys.meta_path`, and an entry imports its model when it is looked up. Importing the models together with the Auto
-classes would be circular, because modules that the models need import the Auto classes.
+So a finder on `sys.meta_path` adds our entries right after a module that defines Auto classes is imported, and an
+entry imports its model when it is looked up. The models cannot be imported together with the Auto classes: this would
+be circular, because modules that the models need import the Auto classes.
 """
 
 import sys

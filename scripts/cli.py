@@ -1,4 +1,4 @@
-"""`dynattn JOB ...`: the one command of the package. Each job is a folder here with a `main(argv) -> int`."""
+"""`dynattn JOB ...`: the one command of the package. `JOBS` names the module of each job, which has a `main(argv)`."""
 
 import io
 import os
@@ -142,7 +142,7 @@ def _output_fails() -> bool:
 
 
 def _discard_output() -> None:
-    """Discards the output that is left; otherwise the interpreter reports at its end that it could not write it."""
+    """Discards buffered output; otherwise the interpreter reports at its end that it could not write this output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

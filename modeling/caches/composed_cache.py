@@ -203,7 +203,7 @@ def upgrade_to_composed_cache(cache: Cache) -> None:
     Raises:
         ValueError: a layer has another kind (one of another package, for example), or holds tokens without factors.
     """
-    # A cache that was made without a configuration has no layers yet and makes them of this class as they are needed.
+    # A cache that was made without a configuration has no layers yet. It makes layers of this class when it needs them.
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = ComposedDynamicLayer
     for index, layer in enumerate(cache.layers):

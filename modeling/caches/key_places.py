@@ -55,16 +55,16 @@ def refuse_lost_tokens(layer: Any, tokens_to_remove: int) -> None:
 
 
 def refuse_moved_window(layer: Any, tokens_to_remove: int) -> None:
-    """Raises RuntimeError if a static layer cannot take tokens back, which have overwritten some its window would need.
+    """Raises RuntimeError if a static layer cannot take tokens back: they overwrote others that its window needs.
 
-    Transformers itself does not check that. To be called before the layer crops.
+    Transformers itself does not check that. Call this before the layer crops.
     """
     if tokens_to_remove and layer.get_seq_length() > layer.max_cache_len:
         raise RuntimeError("a static cache whose window has moved cannot take tokens back; use a DynamicCache")
 
 
 def past_tokens_within(cache: Cache | None, length: int, limit: int) -> int | None:
-    """How many tokens a cache holds; None if `length` new ones cannot exceed `limit` tokens, or that cannot be told.
+    """How many tokens a cache holds; None if `length` new ones surely fit within `limit`, or the count cannot be read.
 
     A static cache counts on the device. Reading its count would make every decoding step wait for the device, so it is
     read only if the cache has room for more than `limit` tokens, and never while tracing.

@@ -36,8 +36,8 @@ class ComposedDecoderPreTrainedModel(ComposedPreTrainedModel, DecoderPreTrainedM
     def attends_to_paged_cache(self) -> bool:
         """Whether this package attends to a paged cache, or leaves that to Transformers.
 
-        It does if no other implementation can, or if the model runs with one of this package's implementations other
-        than `eager`, a name that Transformers has too.
+        This package does so if no other implementation can, or if the model runs with one of this package's
+        implementations. `eager` does not count as one of them, because Transformers has an `eager`, too.
         """
         chosen = self.config._attn_implementation in COMPOSING_IMPLEMENTATIONS.keys() - {"eager"}
         return self.config.needs_own_ops or chosen

@@ -86,7 +86,7 @@ class DecoderBody:
         inputs = self.prepare_inputs(given)
         hidden_states, layer_arguments = self.layer_inputs(given, inputs)
         implementation = implementation_for(self.config, kwargs)
-        passed = named_cache(inputs.past_key_values) | kwargs  # which may hold the paged cache of a serving engine
+        passed = named_cache(inputs.past_key_values) | kwargs  # `kwargs` may hold the paged cache of a serving engine
         for layer, layer_type in typed_layers(self.layers, self.config):
             hidden_states = layer(
                 hidden_states,
@@ -115,8 +115,8 @@ class DecoderBody:
     ) -> dict[str, Tensor | None]:
         """Transformers' mask for each layer type, in the form that the attention implementation takes.
 
-        Transformers can itself search positions for packed documents, but takes every jump for a border, so it gets no
-        positions.
+        Transformers would find packed documents in the positions by itself, but takes every jump for a border. So the
+        positions are not passed on.
 
         Args:
             inputs_embeds: `[B, T, E]`.

@@ -80,7 +80,7 @@ class CausalLMHead:
         max_new_tokens: int | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As in Transformers, which would drop requests that cannot be served where this raises.
+        """As in Transformers, but raises an error for requests that cannot be served, which Transformers would drop.
 
         Raises:
             ValueError: a request cannot be served, see `check_request` and `new_token_limit`; or a keyword is one of

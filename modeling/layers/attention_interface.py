@@ -170,8 +170,8 @@ def implementation_for(config: Any, options: dict[str, Any]) -> str:
     return "eager"
 
 
-# Transformers registers its own function as `eager`, so ours cannot have that name there. A layer falls back to ours
-# when its implementation is not registered.
+# Transformers registers a function of its own as `eager`, so ours is not registered. A layer falls back to this one if
+# the name of its implementation is not registered.
 eager_attention_forward = attention_function(COMPOSING_IMPLEMENTATIONS["eager"])
 
 
@@ -187,7 +187,7 @@ def register_implementation(name: str, attend: Attention) -> None:
     """Makes `attend` an implementation of `dcmha_attention`, and `attn_implementation=name` of every composed model.
 
     Args:
-        name: one that is not registered, or that this function registered, whose implementation is then replaced.
+        name: a new name, or one that this function registered before, whose implementation is then replaced.
         attend: takes the arguments of `dcmha_eager` except `hook`. Returns the output `[B, T, H, D]` and the composed
             probabilities `[B, H, T, S]`, or None instead of these.
 

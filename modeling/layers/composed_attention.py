@@ -89,8 +89,8 @@ class ComposedAttention(nn.Module):
             past_key_values: a `Cache`; or an `EncoderDecoderCache`, of which the layer uses the self-attention or the
                 cross-attention cache.
             key_value_states: in cross-attention, the hidden states `[B, S, E]` that keys and values are projected from.
-            implementation: name of the attention implementation, by default the configuration's; a layer with map hooks
-                has one of its own.
+            implementation: name of the attention implementation, by default the configuration's; ignored in a layer
+                with map hooks, which attends by itself.
             token_mask: `[B, T]`, False for padding, which CARoPE does not count as a step.
             kwargs: further arguments of the attention function, such as `first_keys` and `tables`.
 

@@ -56,9 +56,9 @@ def at_distances(table: Tensor, distance: Tensor) -> Tensor:
 
 
 def refusing_tables(name: str, attend: Callable[..., Any]) -> Callable[..., Any]:
-    """The implementation `attend`, called `name`, with an argument `tables`: if it has none, one that it refuses.
+    """Returns the implementation `attend`, called `name`, if it takes an argument `tables`.
 
-    The function that is returned raises ValueError if there are tables or an offset.
+    Otherwise returns a function that takes this argument and raises ValueError if there are tables or an offset.
     """
     if "tables" in signature(attend).parameters:
         return attend

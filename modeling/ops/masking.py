@@ -12,8 +12,8 @@ class Structure(NamedTuple):
     """Causality and the sliding window: which of `keys` keys each of `queries` queries sees by its position.
 
     Query `t` is at position `t + offset` among the keys. By default the last query is at the last key: `offset` is
-    `S - T`. A query sees no later key if `is_causal`, and with a window only keys that are fewer than `sliding_window`
-    places away: itself and `sliding_window - 1` keys before it, and without causality as many after it.
+    `S - T`. If `is_causal`, a query sees no later key. With a window it sees only keys that are fewer than
+    `sliding_window` places away: itself, `sliding_window - 1` keys before it and, without causality, as many after it.
     """
 
     queries: int

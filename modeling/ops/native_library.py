@@ -230,7 +230,7 @@ def _temporary_folder(process: int) -> Path:
 
 
 def _remove(folder: Path, process: int) -> None:
-    """Removes the folder if this is the process that made it, and not one forked from it."""
+    """Removes the folder if this process made it; processes that are forked from that one must not."""
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
 

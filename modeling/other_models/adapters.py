@@ -148,7 +148,8 @@ def adapter_of(module: nn.Module) -> Adapter | None:
 def composed_class(composed: type, own: type) -> type:
     """The subclass of a module's class `own` that attends as `composed` does.
 
-    It is made on the fly, where `pickle` cannot find it, so its objects are pickled as the two classes and their state.
+    `pickle` cannot find a class that is made in a function, so its objects are pickled as the two classes and their
+    state.
     """
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:

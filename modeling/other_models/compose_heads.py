@@ -9,8 +9,8 @@ from ..layers.head_composition import init_composition
 from .adapters import ADAPTERS, adapter_of, plan_composition
 from .multihead_attention import ComposedMultiheadAttention
 
-# Options that would change a module's projections, or keep its composition from starting as the identity: differential
-# attention normalizes the outputs of its pairs, so that it never is the identity.
+# Options that would change a module's projections, or with which its composition would not start as the identity.
+# Differential attention is never the identity, because it normalizes the outputs of its pairs.
 FIXED_OPTIONS = (
     "num_key_value_heads",
     "q_norm",
@@ -46,7 +46,7 @@ def compose_heads_of(model: nn.Module, *, names: Iterable[str] | None = None, **
     `torch.nn.MultiheadAttention` are left alone. If any module cannot be replaced, none is.
 
     PyTorch's fused inference path of encoders would ignore the composition, so it is switched off where modules are
-    replaced. That path gives zeros at padded positions; without it they hold the values that they have in training.
+    replaced. That path gives zeros at padded positions, where the usual path gives the same values as in training.
 
     To load a checkpoint of the result, apply this function with the same options to a new model first.
 

@@ -29,7 +29,7 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
       from the mask that joins `attn_mask` and `key_padding_mask` if both are given. PyTorch's default,
       `need_weights=True`, runs `eager`, with all maps in memory.
     * The weights that are returned are the composed probabilities. They can be negative and need not sum to one.
-    * `is_causal` needs no mask: without one it hides later keys by itself, with one it hides them too.
+    * `is_causal` hides later keys, with or without a mask; PyTorch's module needs one.
     * A query that sees no key gives zeros (before the output projection), where PyTorch gives NaN.
     * Dropout of probabilities, `add_bias_kv`, `add_zero_attn` and nested tensors are refused. PyTorch's fused inference
       path of encoder layers, which would leave the composition out, is switched off.

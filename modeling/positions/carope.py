@@ -23,8 +23,9 @@ from .rotary import rotate
 class FrequencyProjection(nn.Linear):
     """From hidden states `[..., E]` to `x W + b`, `[..., H_kv]`.
 
-    It is a class of its own because its bias is initialized in its own way, and Transformers calls `_init_weights` of
-    models that it does not contain only for modules that own parameters, which `ContentRotary` does not.
+    It is a class of its own because `_init_weights` must recognize it: its bias is initialized in its own way. For a
+    model outside Transformers, `_init_weights` is called only for modules that own parameters, which `ContentRotary`
+    does not.
     """
 
     def __init__(self, hidden_size: int, kv_heads: int, head_dim: int, rope_theta: float) -> None:

@@ -114,9 +114,9 @@ def init_function(rope_type: str) -> Callable[..., tuple[Tensor, float]]:
 
 
 def rotaries_by_layer_type(config: Any) -> nn.Module | None:
-    """The rotary embeddings of a decoder: an `nn.ModuleDict` by layer type, or one for all layer types that rotate.
+    """The rotary embeddings of a decoder: one module if all layer types that rotate share their `rope_parameters`.
 
-    It is one if they share their `rope_parameters`, and None if no layer type rotates by position.
+    Otherwise an `nn.ModuleDict` by layer type; None if no layer type rotates by position.
     """
     rotating = rotating_types(config)
     if not rotating:

@@ -166,8 +166,8 @@ def start_batching(
 ) -> ComposedBatchingManager:
     """`model.init_continuous_batching` for a model of any DCMHA family. Starting the manager starts the generation.
 
-    As in `generate`, what `generation_config` leaves unset is that of `model.generation_config`. A persistent manager
-    that is still kept has the settings of its first call, so that a later one may give none, or the same.
+    As in `generate`, fields that `generation_config` leaves unset come from `model.generation_config`. A persistent
+    manager that is still kept has the settings of its first call; a later call may give the same settings, or none.
 
     Raises:
         ValueError: serving does not support the model or the settings, see `check_model` and `check_settings`, or the
@@ -194,8 +194,8 @@ def start_batching(
 def row_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy of a model's configuration for Transformers' cache: the width of rows in place of the width of heads.
 
-    From the name of the implementation Transformers concludes whether to reserve memory for complete masks and repeated
-    keys. It does not for FlashAttention, which reads rows by itself as `PagedAttention` does, so that name is given.
+    Transformers reserves memory for complete masks and repeated keys unless the implementation is called
+    FlashAttention. `PagedAttention` needs neither, because it reads rows by itself, so it is given that name.
     """
     seen = copy.copy(config)
     seen.head_dim = row_layout(config).width

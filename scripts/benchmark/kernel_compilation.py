@@ -56,7 +56,7 @@ from .kernel_traffic import TERMS, Traffic, tensor_core_traffic
 
 # Bytes of shared memory that a program may have, by compute capability.
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-# Kinds of arguments that Triton compiles in: those that are absent, and integers that are one.
+# Arguments that Triton treats as constants of a kernel: absent ones, and integers that are one.
 CONSTANTS = {"none": None, "one": 1}
 SIZES = Sizes("i32", "i32", "i32", "i32")  # type: ignore[arg-type]
 STRIDES = ("i32", "i32", "i32")

@@ -1,8 +1,8 @@
 """Compiles what the tuner of `--preset gpu` tries, in several processes, before it tries it.
 
 A kernel takes seconds to compile, and there are hundreds. The processes make the calls of the trials on tensors without
-memory, with kernels that are compiled and not launched; Triton keeps what they compile on disk, where it looks for it
-before it compiles again. They use no GPU.
+memory, and compile the kernels without launching them, so they use no GPU. Triton keeps compiled kernels on disk, where
+the trials find them.
 """
 
 import os

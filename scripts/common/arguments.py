@@ -215,7 +215,7 @@ def given_options(options: Any) -> list[str]:
 def _require_given(parser: ArgumentParser, argv: Sequence[str]) -> None:
     """Raises UserError where a required option is missing, unless help is wanted.
 
-    The message repeats what the help says of it, such as that it is the second word, which argparse's own does not.
+    Unlike argparse's own message, this one repeats the option's help, for example that it is the second word.
     """
     given = {_option_name(text) for text in argv if _is_option(text)}
     absent = [action for action in parser._actions if action.required and action.dest not in given]

@@ -18,9 +18,9 @@ from .errors import UserError
 
 
 class CarriedMemory:
-    """The memory that a model has of the batches that it has read, while it is trained or scored: none.
+    """What a model remembers of earlier batches while it is trained or scored. In this base class it is nothing.
 
-    Every batch is read by itself, as a model without memory does. `StreamMemory` overrides that.
+    Every batch is read by itself. `StreamMemory` overrides that for models with a memory.
 
     An update consists of micro-batches, one for each of its forward passes. Micro-batch `i` of an update continues the
     memory of micro-batch `i` of the update before.

@@ -192,8 +192,8 @@ def _check_token_ids(path: Path) -> None:
 def forget_places(path: Path, copy: Path) -> None:
     """Takes what points elsewhere out of the copy of a configuration.
 
-    This is the path on some machine that old versions of Transformers wrote, `name_or_path`, unless it is a name on the
-    Hub, and the names of code, which is not copied and may be anywhere.
+    This is `name_or_path`, a path on some machine that old versions of Transformers wrote, unless it is a name on the
+    Hub. And it is the names of code files, which are not copied.
 
     Raises:
         UserError: it is no JSON, or is nested too deeply.

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from .errors import UserError, first_line
 
-# Texts in errors of reading and writing that are not an `OSError`: those of libraries written in Rust, and those of
-# torch's writer, which do not say what the operating system answered.
+# Parts of the messages by which errors of reading and writing are recognized that are no `OSError`: errors of libraries
+# written in Rust, and errors of torch's writer, which do not say what the operating system answered.
 RUST_ANSWER = "(os error "
 TORCH_WRITER = ("iostream", "inline_container")
 

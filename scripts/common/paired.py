@@ -17,7 +17,7 @@ ROUNDING = 1e-12
 def spread(values: Sequence[float | None]) -> dict[str, Any]:
     """Mean and sample standard deviation; the latter is None for a single value.
 
-    Both are None if a run diverged, because the mean of the others would say nothing about all; so is its value.
+    If a run diverged, its value is None, and so are both: the mean of the other runs would say nothing about all.
     """
     finite = [value if value is not None and math.isfinite(value) else None for value in values]
     known = [value for value in finite if value is not None]

@@ -63,8 +63,8 @@ def report_arms(output: Path, measure: Callable[[], Record] | None) -> str:
     """Writes the record of a study of arms, its table and its plot; returns the table and the names of the files.
 
     Args:
-        measure: makes the runs that are missing and returns the record, while no other process may make runs in the
-            folder; None to draw the record that is there.
+        measure: makes the runs that are missing and returns the record; the folder is locked during the call. None
+            draws the record that is there.
     """
     if measure is not None:
         with lock_of(output):
@@ -103,7 +103,7 @@ def make_runs(arguments: CompareArguments, variants: Sequence[Variant], output: 
 
 
 def check_models(runs: "Runs", variants: Sequence[Variant]) -> None:
-    """Raises UserError for a variant whose model cannot be built; it would show after the runs of others."""
+    """Raises UserError for a variant whose model cannot be built, before the runs of other variants take their time."""
     for variant in variants:
         try:
             plan_config(runs.arguments(variant, seed=0, rate=None))
@@ -147,7 +147,7 @@ def choose_rate(train: Callable[[float], Path], rates: Sequence[float]) -> tuple
 
 
 def measured_run(train: Callable[[], Path]) -> RunRecord | None:
-    """Reads a run that counts; None if it diverged, which does not keep a study from going on with its other runs.
+    """Makes a run that is not for tuning and reads it; None if it diverged. The study then goes on with its other runs.
 
     Args:
         train: makes the run and returns its folder.

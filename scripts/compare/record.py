@@ -119,7 +119,7 @@ def _own_fields(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def compare_arms(baseline: RunsOfArm, runs: RunsOfArm) -> dict[str, Any] | None:
-    """Compares two arms on the seeds on which neither diverged, which `seeds` names; None if there is none."""
+    """Compares two arms on the `seeds` (an entry of the result) on which neither diverged; None if there are none."""
     pairs = {seed: (run, baseline[seed]) for seed, run in runs.items()}
     finished = {seed: (run, other) for seed, (run, other) in pairs.items() if run is not None and other is not None}
     if not finished:

@@ -106,7 +106,7 @@ def draw(
 
 
 def other_commits(record: Mapping[str, Any]) -> str:
-    """A line that names the commits of runs of the record which are not this one's; empty if none is known."""
+    """A line that names the commits, other than the present one, that runs of the record were made with; else empty."""
     now = source_commit()
     others = [commit for commit in record.get("commit", []) if commit not in (now, None, NOT_STORED)]
     return f"runs were made with other code: commit {', '.join(others)}; this is {now}\n" if now and others else ""

@@ -93,7 +93,7 @@ def _efficiency(comparison: Mapping[str, Any] | None, counted: bool) -> list[str
 
 
 def _ratio(ratio: Mapping[str, Any] | None) -> str:
-    """A ratio with its interval, or only that it is at least or at most so much, or nothing if it is not known."""
+    """A ratio with its interval, or only a bound of the ratio; empty if neither is known."""
     if ratio is None:
         return ""
     interval = interval_in_words(ratio, ".2f")

@@ -81,7 +81,7 @@ def measure_checkpoint(name: str, arguments: EvaluateArguments) -> dict[str, Any
 def longest_windows(
     tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], arguments: EvaluateArguments
 ) -> list[list[int]]:
-    """Windows of the greatest of these `lengths` that the text can fill; none if it is shorter than all of them."""
+    """Windows of the greatest of these `lengths` that the text can fill; empty if the text is shorter than all."""
     documents = builtin_documents("validation")
     if arguments.dataset is not None:
         documents = read_documents(arguments.dataset, arguments.text_column).texts

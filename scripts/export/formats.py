@@ -84,7 +84,7 @@ def _transformers_exporters() -> Any:
     """The module `transformers.exporters`.
 
     Raises:
-        UserError: this version of Transformers has no such module, or one that cannot load what it wrote.
+        UserError: this version of Transformers has no such module, or its exporters cannot load what they wrote.
     """
     exporters: Any = None
     with suppress(ImportError):

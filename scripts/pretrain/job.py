@@ -156,7 +156,7 @@ def build_accelerator(arguments: PretrainArguments) -> Accelerator:
 def make_plan(engine: Engine, arguments: PretrainArguments, run: RunFolder, resume_from: Path | None) -> Plan:
     """Prepares the data and plans the run; if one process refuses it, all do, and an earlier run stays as it is."""
     accelerator = engine.accelerator
-    # These come first, because the data may take hours. How large the vocabulary is, is known only after that.
+    # Mistakes show before the data is prepared, which may take hours. Until then the vocabulary's size is not known.
     on_main(accelerator, run.path, lambda: plan_config(arguments, {"vocab_size": LARGEST_VOCABULARY}))
     on_all(run.path, lambda: check_device(engine, arguments))
     on_main(accelerator, run.path, lambda: check_trackers(arguments.trackers))
@@ -246,7 +246,7 @@ def save_final(trainer: Trainer, result: Result) -> None:
 
 
 def result_of_average(trainer: Trainer, result: Result) -> Result:
-    """The result of the averaged weights, which are the model's now; `result` is that of the last ones."""
+    """The result of the averaged weights, which the model holds now; `result` is that of the last weights."""
     scored = trainer.measure_validation()
     return dataclasses.replace(
         result,

@@ -35,7 +35,7 @@ class Result:
         validation_targets: the number of targets in the held-out text.
         tokens_per_second: median over the training metrics, all processes together, without validation and saving; None
             if there are none.
-        flops_per_second: median rate of the FLOPs that the model needs, composition included and recomputation not;
+        flops_per_second: median rate of the FLOPs that the model needs: composition counts, recomputation does not.
             None for a model that is not of this package.
         gemm_flops_per_second: rate of a large matrix product in the dtype of training, measured on the run's devices.
         mfu: model FLOPs utilization, `flops_per_second / gemm_flops_per_second`.

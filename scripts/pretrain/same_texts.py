@@ -11,7 +11,7 @@ from .outputs.run_folder import RunFolder
 
 
 def check_same_texts(planned: Iterable[PretrainArguments]) -> None:
-    """Refuses to continue if the content of its texts has changed since its runs began.
+    """Refuses to continue a study if the content of its texts has changed since its runs began.
 
     Args:
         planned: all runs of the sweep or study, which name the same texts; those that have not begun are passed over.
@@ -19,7 +19,7 @@ def check_same_texts(planned: Iterable[PretrainArguments]) -> None:
     Raises:
         UserError: a run has read other texts than there are now.
     """
-    # By `streaming`: the fingerprint of a stream is of its first documents only, that of other data of all.
+    # One entry for each value of `streaming`: streams are told apart by their first documents, other data by all.
     now: dict[bool, Fingerprints] = {}
     for arguments in planned:
         read = read_texts(Path(arguments.output))
@@ -35,6 +35,6 @@ def check_same_texts(planned: Iterable[PretrainArguments]) -> None:
 
 
 def read_texts(run: Path) -> Fingerprints | None:
-    """The fingerprints of the texts of a run, as far as its version stored them; None if it has not begun."""
+    """The fingerprints of the texts of a run, as far as its version stored them; None if the run has not begun."""
     file = RunFolder(run).data / SOURCE_FILE
     return read_json(file, f"remove {run} to repeat the run") if file.exists() else None

@@ -79,7 +79,7 @@ class Trainer:
             UserError: a rollback found no checkpoint, or a file could not be written.
             StoppedError: a process was asked to stop; the last update has been saved.
         """
-        self.signals.continuing = self.arguments.continuing_command  # before, an earlier run may be in the folder
+        self.signals.continuing = self.arguments.continuing_command  # until now, an earlier run may be in the folder
         self.signals.react(after_update=True)
         batches: Iterator[Batch] = iter(self._loader())
         validation = self._validate() if self._is_due_from_before() else None
@@ -124,7 +124,7 @@ class Trainer:
         sums = self._summed_over_processes(self._accumulate(batches))
         prepare_update(self.optimizer, self._schedules, self.progress.step)
         clipped = self.engine.clip(self.model, self.arguments.max_grad_norm)
-        # One transfer for all of them, because each waits for the device.
+        # One transfer for all five numbers, because each transfer waits for the device.
         loss, targets, stops, writers, norm = torch.cat([sums, clipped.to(sums)[None]]).tolist()
         if writers == self.accelerator.num_processes:
             self.checkpoints.finish()
@@ -175,7 +175,7 @@ class Trainer:
         return torch.stack([total, total.new_tensor(sum(counts))])
 
     def _handle(self, fault: str, batches: list[Batch]) -> None:
-        """Lets the guard examine an update that is not made; it is skipped unless the guard raises."""
+        """Lets the guard examine a bad update, which is not made. Training goes on after it unless the guard raises."""
         self.checkpoints.finish()
         documents = self.plan.documents(self.progress.data_step, self.accelerator, self.arguments.batch_size)
         self.guard.examine(fault, self.model, self._forward, batches, documents, self.progress)

@@ -131,7 +131,7 @@ def run_once(result: Path, command: Sequence[str]) -> None:
 
     with signals_received(pass_on) as requested:
         working.append(subprocess.Popen([sys.executable, "-m", "dynattn.scripts.cli", *command]))
-        if requested:  # while it was started, so that it did not hear of it
+        if requested:  # The signal came while the process was started, and could not be passed on yet.
             pass_on(requested[0])
         status = working[0].wait()
     if requested:

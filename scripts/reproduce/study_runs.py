@@ -53,8 +53,8 @@ class StudyRuns:
         describe: returns the line to print for a result.
         workers: number of processes, each with one thread; with 1, runs are made in this process.
         max_seconds: no run starts after this many seconds; None for no limit.
-        definition: what the names of a run stand for, in JSON types. It is stored with the result, so that a file is
-            not taken for that of a run which only has the same names.
+        definition: what the names of a run stand for, in JSON types. It is stored with the result: a
+            file with the same names but another definition belongs to another run.
     """
 
     def __init__(

@@ -177,9 +177,9 @@ def check_and_start_batching(engine: Any, model: Any, generation_config: Any) ->
 
 
 def with_own_name(answer: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of `CBGenerateManager` that gives the engine a name of the request that no other one has.
+    """Returns the method `answer` of `CBGenerateManager`, changed so that each request has a unique name in the engine.
 
-    Clients choose names by the header `X-Request-ID`, and may send one of a request that has not ended. With it the
+    Clients choose names by the header `X-Request-ID`, and may repeat the name of a request that has not ended. Then the
     engine would give answers to the wrong client, or end.
     """
 

@@ -45,7 +45,8 @@ def decode(model: PreTrainedModel, ids: Tensor, cache: Cache | None = None) -> T
 def assert_same_gradients(found: list[Tensor], expected: list[Tensor]) -> None:
     """Compares gradients of a compiled model, each by its own size.
 
-    One that is zero but for rounding, such as that of a bias of all keys, is judged by the size of the others.
+    A gradient that would be zero without rounding, such as that of a bias of all keys, is compared with the size of the
+    others.
     """
     rounding = 1e-6 * max(float(grad.abs().max()) for grad in expected)
     for ours, theirs in zip(found, expected, strict=True):

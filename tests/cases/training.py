@@ -211,7 +211,7 @@ def run_forked(processes: int, output: Path, corpus: Path, **changes: Any) -> No
         member.start()
     for member in members:
         member.join(120)
-        member.kill()  # one that waits for another that failed; daemons would not need it, but may have no children
+        member.kill()  # It may wait for one that failed. Daemons would not need this, but may have no children.
         member.join()
     told = "\n".join(error.read_text() for error in errors)
     assert [member.exitcode for member in members] == [0] * processes, told

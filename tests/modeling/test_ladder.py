@@ -166,8 +166,8 @@ WAYS: dict[str, Callable[[PreTrainedModel, Tensor], Tensor]] = {
 }
 
 
-# Lengths in float32: one token, one chunk, several chunks. Each way also runs in bfloat16, whose conversions do not
-# depend on the length: in several chunks or, where it reads tokens one by one, from the first one on.
+# Lengths in float32: one token, one chunk, several chunks. Each way also runs in bfloat16 with one length, which is
+# shorter where tokens are read one by one, because conversions of dtype do not depend on the length.
 RUNS = [
     *((way, torch.float32, length) for way in WAYS for length in (1, 24, 257)),
     *((way, torch.bfloat16, 24 if WAYS[way] in (one_by_one, static) else 100) for way in WAYS),

@@ -28,7 +28,8 @@ LINES = {
     **{(*command, "--help"): 0 for command in COMMANDS},
     **{(*command, "--no_such_option", "1"): 2 for command in COMMANDS if command not in WITHOUT_OPTIONS},
 }
-# The help of lm-eval is that of lm_eval. One process answers all lines, this one last, so that no other finds it there.
+# The help of `dynattn lm-eval` imports lm_eval. One process answers all lines; this one comes last, so that no other
+# line finds lm_eval imported.
 OWN_HELP = ("lm-eval", "--help")
 PROGRAM = f"""
 import contextlib, io, json, sys

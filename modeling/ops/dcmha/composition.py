@@ -30,8 +30,8 @@ class Composition:
         key_gate: `[B, S, H]`.
         static: the same for all pairs, `[H, H]`, indexed [in, out].
         groups: number of groups of heads that the low-rank terms mix.
-        packed: the packed terms of each side whose fields are views of them, so that they need not be packed again; a
-            composition that is made by replacing a field has none.
+        packed: the packed terms of each side, if the fields of that side are views of them; they then need not be
+            packed again. A composition that is made by replacing a field has none.
     """
 
     query_down: Tensor | None = None
@@ -42,7 +42,7 @@ class Composition:
     key_gate: Tensor | None = None
     static: Tensor | None = None
     groups: int = 1
-    # Filled by `unpack_factors`. It is no argument of the constructor, so that `replace` does not pass it on.
+    # Filled by `unpack_factors`. It is no argument of the constructor, since `replace` would pass an argument on.
     packed: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def tensors(self) -> dict[str, Tensor]:

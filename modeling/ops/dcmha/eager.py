@@ -79,7 +79,7 @@ def dcmha_eager(
         probs = probs * at_distances(tables.gain, distance)
     if post is not None:
         probs = compose(probs, post)
-    probs = probs.to(value.dtype)  # factors or tables in float32 made the maps float32
+    probs = probs.to(value.dtype)  # factors or tables in float32 make the maps float32
     probs = hook("composed_probs", probs)
     return (probs @ value).transpose(1, 2), probs
 

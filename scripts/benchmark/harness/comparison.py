@@ -15,8 +15,7 @@ from .interface import Candidate, Case
 from .interruptions import check_device
 from .settings import BenchmarkSettings
 
-# The failure of a candidate that was left out because it was too slow, and of one that nothing can be compared with,
-# start with these words.
+# How the failure of a candidate begins if it was left out as too slow, and if there is no reference to compare it with.
 OVER_BUDGET, NO_REFERENCE = "over the budget", "the reference fails"
 Row = dict[str, Any]
 Call = Callable[[], Results]

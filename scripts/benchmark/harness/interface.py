@@ -10,8 +10,8 @@ from .accuracy import Results
 from .settings import BenchmarkSettings
 from .shapes import Shape
 
-# The names of candidates that go through `torch.compile`, of those in a CUDA graph, and of models without the window
-# that the others have, end with these.
+# How the names of candidates end that go through `torch.compile`, that run in a CUDA graph, and of models without the
+# window that the other candidates have.
 COMPILED, GRAPH, GLOBAL = "-compiled", "-graph", "-global"
 Role = Literal["ours", "plain", "other"]
 Pass = Literal["forward", "forward+backward"]

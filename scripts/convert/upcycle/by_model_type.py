@@ -86,7 +86,7 @@ def _write_class(kind: Preprocessor, source: Path, written: Path) -> Iterator[st
 
 
 def _write_default_class(kind: Preprocessor, source: Path, written: Path) -> Iterator[str]:
-    """Names the class that the model type of `source` stands for, where its files, which do not load, name none."""
+    """Where the files of `source` do not load: names the class that its model type stands for, if they name none."""
     default = kind.default(read_config(source).get("model_type", ""))
     if default is not None and not _content(kind, source).get(kind.field):
         _name_class(kind, written, default)

@@ -63,8 +63,8 @@ class CausalLM(Objective):
 class MaskedLM(Objective):
     """Some tokens are hidden, and each is predicted from all others of its document (BERT, arXiv 1810.04805).
 
-    15 % of the tokens that are not special are targets. Of those 80 % are read as the mask token, 10 % as a random one
-    and 10 % as they are, as Transformers' collator draws it. A sequence for which it draws no target is drawn again.
+    15 % of the tokens that are not special are targets. Of these the model reads 80 % as the mask token, 10 % as a
+    random one and 10 % unchanged, as Transformers' collator does. A sequence without targets is drawn again.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:

@@ -157,9 +157,11 @@ class StreamOrder(TrainingOrder):
             yield
         finally:
             finished.set()
-            self._wanted.value = ENOUGH  # a killed process leaves semaphores behind, about which Python warns
-            watch.join(SECONDS_TO_END)  # not the process: of two threads that wait for it, one misses its exit code
-            process.kill()  # it ignores the signals that end a run; its files are complete or absent at any time
+            # The process gets time to end by itself, because Python warns about the semaphores of a killed process. The
+            # watching thread is joined in its place: if two threads wait for a process, one misses its exit code.
+            self._wanted.value = ENOUGH
+            watch.join(SECONDS_TO_END)
+            process.kill()  # It ignores the signals that end a run. Its files are complete or absent at any time.
             watch.join()
 
 

@@ -16,9 +16,9 @@ from .hardware import Gpu, parse_cluster
 from .memory import EngineMemory, engine_memory, rehearse
 
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "fsdp2")
-# Both are of model_cards/records/benchmark-gpu/h100/training-405m (16 heads x 64, 2,048 tokens, without torch.compile):
-# the share of the GPU's matrix products that a plain model reached, and the time of a training step with composition,
-# by `triton`, over that of the plain one.
+# Measured in model_cards/records/benchmark-gpu/h100/training-405m (16 heads x 64, 2,048 tokens, without torch.compile):
+# the share of the GPU's rate of matrix products that a plain model reached, and the time of a training step with
+# composition, by `triton`, divided by the time of the plain one.
 RECORDED_MFU, RECORDED_RATIO = 0.17, 2.1
 # The composed op works on chunks of this many queries, and its backward pass holds this many maps of a chunk.
 CHUNK_QUERIES, CHUNK_MAPS = 64, 5

@@ -18,8 +18,8 @@ LAUNCHED_FSDP = "ACCELERATE_USE_FSDP"
 LAUNCHED_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 LAUNCHED_STAGE = "ACCELERATE_DEEPSPEED_ZERO_STAGE"
 LAUNCHED_ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-# Those that stand for settings of DeepSpeed which runs here do not read: the names of these settings, and values that
-# change nothing.
+# Variables with settings of DeepSpeed that runs here ignore: for each the name of the setting, and the value that asks
+# for nothing.
 IGNORED_OF_DEEPSPEED = {
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": ("deepspeed_config_file", "none"),
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ("offload_optimizer_device", "none"),

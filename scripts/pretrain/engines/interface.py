@@ -53,8 +53,8 @@ class Engine:
     def begin_update(self, model: nn.Module) -> None:
         """Called before the first forward pass of an update, when no weight has a gradient."""
         if self.cuda_graphs:
-            # A graph writes gradients to the same memory in each replay. A weight without a gradient would take that
-            # memory for its own, so that the next pass of the update would overwrite the gradient instead of adding.
+            # A graph writes gradients to the same memory in each replay. A weight without a gradient would keep that
+            # memory as its gradient, which the next pass of the update would then overwrite instead of adding to it.
             for weight in model.parameters():
                 if weight.requires_grad:
                     weight.grad = torch.zeros_like(weight)

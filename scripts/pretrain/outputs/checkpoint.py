@@ -170,7 +170,7 @@ def verify(path: Path) -> None:
 
 
 def newest_intact(folder: Path) -> Path | None:
-    """The newest checkpoint that is as it was saved, or None if there is no checkpoint; warns of those it skips.
+    """The newest checkpoint that is undamaged, or None if there is no checkpoint. Warns of each one that it skips.
 
     Raises:
         UserError: there are checkpoints, and all are damaged.

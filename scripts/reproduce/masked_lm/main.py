@@ -2,12 +2,12 @@
 
     dynattn reproduce masked-lm [--dataset TRAIN.txt --validation_dataset HELD_OUT.txt] [--quick]
 
-Small DCModernBerts are trained on one text: plain, with a norm of queries and keys, with a static mixing of heads, with
-dynamic composition after the softmax, on both sides of it, with all of these, the last with dropout in the generator,
-and plain with an MLP that is wider by as many parameters. For each seed all begin with the same weights where they have
-the same, and read the same masks in the same order. The learning rate of each arm is chosen on a seed that is not
-measured. Held-out text has the same masks in all runs. Finished runs are not repeated, so an interrupted study resumes
-where it stopped.
+Small DCModernBerts are trained on one text. The arms are: plain; with a norm of queries and keys; with a static mixing
+of heads; with dynamic composition after the softmax; with it on both sides of the softmax; with all of these; the last
+with dropout in the generator; and plain with an MLP that is wider by as many parameters. For each seed all arms begin
+with the same values in the weights that they share, and read the same masks in the same order. The learning rate of
+each arm is chosen on a seed that is not measured. Held-out text has the same masks in all runs. Finished runs are not
+repeated, so an interrupted study resumes where it stopped.
 """
 
 from collections.abc import Sequence

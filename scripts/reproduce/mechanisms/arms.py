@@ -65,7 +65,7 @@ class Arm:
         return RCMHAForCausalLM(config) if isinstance(config, RCMHAConfig) else DCFormerForCausalLM(config)
 
     def refusal(self, size: Size) -> str | None:
-        """Why a model of this size cannot have this attention, such as a rank above its heads; None if it can."""
+        """Why a model of this size cannot have this attention, for example a rank above its heads; else None."""
         try:
             self.config(size, vocabulary=2, length=1)
         except (StrictDataclassError, ValueError) as error:  # some checks of RCMHA raise the latter as it is

@@ -14,7 +14,7 @@ from .tasks import IGNORED
 
 WORD = re.compile(r"o'clock|\w+|\S")
 END_OF_FACTS = ">."
-# Drawings of each form that show its words: twice as many as it takes until none is new.
+# How often each form is drawn to collect its words: twice as often as it takes until no new word appears.
 DRAWINGS = 600
 
 

@@ -84,7 +84,7 @@ class Study:
         return draw(self.output, table, draw_solved, PLOT)
 
     def _record(self) -> Record:
-        """The record of the finished runs; in a folder that has none but a record, this one with its tests anew."""
+        """The record of the finished runs. In a folder with a record but no runs: that record, with new tests."""
         results, record = self.runs.results(self._measured(self.cells)), self.output / RECORD
         if results:
             return make_record(results, self._settings())

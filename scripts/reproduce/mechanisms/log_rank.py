@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import signal
 
-# When each run of a group solved its task; None if it did not until it ended.
+# When each run of a group solved its task; None if it ended before that.
 Group = Sequence[float | None]
 # Scores are counted in parts of 1 / GRID. If the two groups have up to ten runs together, all are whole numbers of such
 # parts, because they are sums of fractions whose denominators are at most ten.
@@ -25,8 +25,8 @@ def log_rank(strata: Iterable[tuple[Group, Group]]) -> dict[str, float | None]:
     any division of so few runs can have.
 
     Returns:
-        `p`, None if all ways have the same deviation, for example because no run solved anything; and `deviation`, by
-        how many the runs of the first groups that solved their tasks exceed what equal groups would have shown.
+        `p`, None if all ways have the same deviation, for example because no run solved anything; and `deviation`: how
+        many more runs of the first groups solved their tasks than would be expected if the groups were equal.
     """
     deviation, actual, rounding, ways = 0.0, 0, 0.0, 1
     lowest, shares, differ = 0, np.ones(1), False  # of the deviations, in parts of 1 / GRID
@@ -52,8 +52,7 @@ def log_rank(strata: Iterable[tuple[Group, Group]]) -> dict[str, float | None]:
 def _scores(times: Group) -> NDArray[np.float64]:
     """What each run `[N]` adds to the deviation of its group: 1 if it solved its task, less what was expected of it.
 
-    While it was among n runs that had not solved the task, and d of them did at a time, d / n of a solution was
-    expected of it.
+    Each time at which d of n remaining runs solve the task adds d / n to what is expected of each of these n runs.
     """
     ends = np.array([math.inf if at is None else at for at in times])
     solved = np.isfinite(ends)

@@ -57,7 +57,7 @@ def heads_to_solve(record: Mapping[str, Any]) -> str:
 
 
 def _fewest_heads(record: Mapping[str, Any], place: tuple[str, int], name: str) -> str:
-    """The fewest heads that solve a task, and with which H the arm was run if not with all; empty if it was not."""
+    """The fewest heads that solve a task, and the H of the arm's runs if these are not all; empty without runs."""
     tasks = [task for task in record["tasks"] if (task["task"], task["layers"]) == place]
     run = [task for task in tasks if name in task["arms"]]
     if not run:

@@ -33,7 +33,7 @@ class ChunkedInputs(NamedTuple):
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-# Fields that are tables by distance; fields that have no gradient; and fields that have one.
+# Fields of `ChunkedInputs` that are tables by distance, that have no gradient, and that have one.
 TABLES = ("position_bias", "position_gain")
 INTEGERS = ("first_keys", "offset")
 DIFFERENTIABLE = tuple(name for name in ChunkedInputs._fields if name not in INTEGERS)

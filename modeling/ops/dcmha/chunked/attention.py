@@ -96,11 +96,11 @@ def dcmha_chunked(
     """`dcmha_attention` in memory that grows with the number of queries plus that of keys, not with their product.
 
     Every input has an exact gradient, an additive mask and tables by distance included. Products and softmax run in at
-    least float32, with two exceptions: of a single query, where no C code computes it, maps and products are rounded to
-    its dtype; and processors that multiply bfloat16 elements do so with maps of bfloat16 inputs. Under
-    `torch.compile` the op is one node of the graph; inside it, `choose_composer` decides what is compiled. Under the
-    transforms of `torch.func` (`vmap`, `grad`, ...) `dcmha_eager` runs instead, with all maps in memory. With several
-    queries, an `offset` on a device is read, which waits for the device. Shapes are those of `dcmha_attention`.
+    least float32, with two exceptions: without C code, the maps and products of a single query are rounded to its
+    dtype; and processors with instructions for bfloat16 products use them for bfloat16 inputs, with maps in bfloat16.
+    Under `torch.compile` the op is one node of the graph; inside it, `choose_composer` decides what is compiled. Under
+    the transforms of `torch.func` (`vmap`, `grad`, ...) `dcmha_eager` runs instead, with all maps in memory. With
+    several queries, an `offset` on a device is read, which waits for the device. Shapes are those of `dcmha_attention`.
 
     Returns:
         The output `[B, T, H, D]`, and None in place of attention maps.

@@ -126,8 +126,8 @@ def map_scores(scores: Tensor, step: DecodeStep) -> Tensor:
 def multiply_cached(rows: Tensor, cached: Tensor, scaling: float = 1.0) -> Tensor:
     """`rows` `[B, H, a]` times `cached` `[B, H_kv, a, b]`, scaled: `[B, H, b]`.
 
-    It is a `baddbmm`, which Inductor leaves to the BLAS library. It makes loops of other products with one row, and
-    fuses the computation of that row into them, so that the composition would run again for every few columns.
+    The product is a `baddbmm`, which Inductor leaves to the BLAS library. Of other products with one row it
+    makes loops, into which it fuses the computation of the row: the composition would run again for every few columns.
     """
     (batch, heads, inner), kv_heads = rows.shape, cached.shape[1]
     grouped = rows.reshape(batch * kv_heads, heads // kv_heads, inner)

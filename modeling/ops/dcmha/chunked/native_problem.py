@@ -153,8 +153,8 @@ class Problem:
 def _as_bool_or_float32(mask: Tensor | None) -> Tensor | None:
     """A mask of any dtype as C code reads it: boolean or float32.
 
-    In float32 minus infinity and the lowest finite element hide a key. Lower elements of a float64 mask, and that one,
-    do not, so they become the lowest element that does not.
+    In float32, minus infinity and the lowest finite element hide a key. A float64 mask may have that element, or lower
+    ones, where it hides nothing. These become `LOWEST_BIAS`, the lowest element that hides nothing in float32.
     """
     if mask is None or mask.dtype in (torch.bool, torch.float32):
         return mask

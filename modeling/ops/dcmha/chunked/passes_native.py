@@ -24,7 +24,7 @@ from .native_problem import BLOCK_KEYS, LARGEST_STACK, TYPES, Problem, StageShap
 
 # How many queries a chunk has: the first of these numbers for which the maps of all threads stay within `LARGEST_MAPS`
 # elements, or the last one. They are multiples of `GROUP_QUERIES` of chunk.h, so that the output does not depend on the
-# choice, and odd multiples, so that the rows of different heads fall into different sets of the processor's caches.
+# choice. They are odd multiples, so that rows of different heads fall into different sets of the processor's caches.
 CHUNK_QUERIES = (60, 36, 12)
 LARGEST_MAPS = 1 << 23
 # The functions of passes.c, with the types of their arguments and of their result.

@@ -72,9 +72,11 @@ def attend_backward(
 def composer_class_for(inputs: MapInputs, settings: MapSettings) -> type[KernelComposer]:
     """Returns `TensorCoreComposer` where it serves and `composes_on_tensor_cores` says that it pays.
 
-    It does not serve static matrices beside several groups, since these mix heads of different items, nor a composed
-    bias, which it would round to the float16 of scores, where far distances are no longer told apart, nor sequences
-    whose matrices have more elements than its kernels count.
+    It does not serve:
+
+    * static matrices beside several groups, since these mix heads of different items;
+    * a composed bias, which it would round to the float16 of scores, where far distances are no longer told apart;
+    * sequences whose matrices have more elements than its kernels count.
     """
     statics = [static for static in (inputs.pre_static, inputs.post_static) if static is not None]
     terms = [terms for terms in inputs.terms if terms is not None]
