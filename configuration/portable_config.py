@@ -14,8 +14,8 @@ from .field_rules import check_fields, describe_misspellings
 
 logger = logging.get_logger(__name__)
 
-# What masks, caches and layers read of any configuration. A family without windows or memories has no such fields, but
-# Transformers would keep an unknown argument as an attribute, which they would then obey.
+# What masks, caches and layers read of any configuration. A family without windows or memories refuses these names:
+# Transformers would keep them as attributes, and masks and caches would obey them.
 VISIBILITY_FIELDS = ("layer_types", "memory_type", "sliding_window")
 
 # What tensor parallelism splits. Attention stays whole on every device, because composition reads all heads of a query

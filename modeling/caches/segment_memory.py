@@ -33,7 +33,7 @@ class StreamingLayerMixin:
 
     contexts: dict[str, Tensor]
     context_length: int  # number of earlier tokens that the convolution of a token reads
-    record_past: bool  # Transformers sets it for a while on any layer that has it
+    record_past: bool  # set by `activate_past_recording`, which Transformers calls in assisted generation
     always_records: ClassVar[bool] = False
     # Provided by the plain layer.
     keys: Tensor

@@ -73,9 +73,9 @@ class ComposedDecoderBody(DecoderBody):
     def make_masks(
         self, given: DecoderArguments, inputs_embeds: Tensor, starts: Tensor | None
     ) -> dict[str, Tensor | None]:
-        """As the base, but where this package's ops get the starts of documents, masks need not keep those apart.
+        """As the base, but masks do not keep documents apart where this package's ops do, from the starts of documents.
 
-        A mask that does so is complete, and takes memory quadratic in the length.
+        A mask that keeps documents apart has an element for each pair of tokens.
         """
         return super().make_masks(given, inputs_embeds, None if self.config.needs_own_ops else starts)
 

@@ -62,7 +62,7 @@ def fill(model: Any, cache: Cache, input_ids: Tensor, lengths: Sequence[int]) ->
     length = max(lengths)
     row, start = first_fit(lengths, length)
     packed = input_ids.new_zeros(int(row.max()) + 1, length)
-    # The unused end of a row counts on: it is read as part of the last prompt, which does not see what comes after it.
+    # Positions go on through the unused end of a row, as if it belonged to the last prompt, which sees no later tokens.
     position_ids = torch.arange(length).expand_as(packed).clone()
     # The place of each token of a padded row in the packed rows, counted through all of them; 0 for padding.
     places = torch.zeros(len(lengths), length, dtype=torch.long)

@@ -73,7 +73,7 @@ class ImageEmbeddings(nn.Module):
         assert self.position_embeddings is not None
         own = self.config.grid
         interpolate = self.config.interpolate_pos_encoding if interpolate is None else interpolate
-        # A program that serves images of all sizes interpolates to its own size as well, where that changes nothing.
+        # A traced program serves images of all sizes, so it also interpolates to its own size, which changes nothing.
         serves_all = interpolate and (torch.compiler.is_exporting() or torch.jit.is_tracing())
         if not serves_all and (rows, columns) == own:
             return self.position_embeddings

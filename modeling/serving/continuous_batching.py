@@ -138,7 +138,8 @@ class ComposedBatchingManager(ContinuousBatchingManager):
     def _is_unfinished(self, request_id: str | None) -> bool:
         """Whether a request of this name is still computed, or waits for that.
 
-        Requests that Transformers knows by one name share their rows, which ends the thread that computes all requests.
+        If two requests had one name, Transformers would give them the same rows. That ends the thread that computes all
+        requests.
         """
         with self.input_queue.mutex:
             waiting = {state.request_id for state in self.input_queue.queue}

@@ -73,7 +73,7 @@ class RequestRows:
     def step_table(self) -> Tensor:
         """`table` with the numbers from `new_rows` for the new tokens of `steps`.
 
-        An engine may have put a marker in their place, if it would append new rows to those that it has read.
+        The table may have a marker in place of these numbers: some engines append new rows to those that they read.
         """
         last = torch.tensor([span.rows.stop - 1 for span in self.steps], device=self.table.device)
         return self.table.index_copy(0, last, self.new_rows[self.step_tokens])

@@ -14,8 +14,8 @@ from ..positions.rotary import rotating_types
 # The versions of Transformers whose continuous batching this package supports: from the first up to before the second.
 TRANSFORMERS = ("5.23", "5.25")
 
-# What `generate` does and continuous batching does not, and the value at which it does nothing, as it does with None.
-# Some are other ways of generating, others read all tokens of a request, of which the engine passes on those of a step.
+# Settings that `generate` obeys and continuous batching ignores. With the value here, or None, a setting has no effect.
+# Some are other ways of generating; others need all tokens of a request, but would get only those of a step.
 UNSERVED: dict[str, Any] = {
     "num_beams": 1,
     "force_words_ids": None,

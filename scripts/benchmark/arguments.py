@@ -56,8 +56,8 @@ class BenchmarkArguments:
     )
     parts: list[str] | None = option(
         None,
-        "only these parts of the preset, which an unknown name lists, with the constants that the package "
-        "has, or that an earlier command has found in --output; nothing is tuned",
+        "only these parts of the preset (an unknown name prints all names); nothing is tuned: the constants are those "
+        "that an earlier command has found in --output, or the package's",
     )
     quick: bool = option(False, "small shapes, few rounds, nothing compiled: a minute")
     seed: int = option(0, "seed of inputs and weights")

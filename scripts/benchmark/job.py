@@ -65,7 +65,7 @@ def run_benchmark(argv: Sequence[str], arguments: BenchmarkArguments) -> int:
 
 
 def run_preset_in_workers(argv: Sequence[str], arguments: BenchmarkArguments, folder: Path) -> int:
-    """The preset, in this process if it is one of the workers that the first one starts; returns the exit status."""
+    """Runs the preset: in this process if it is a worker, otherwise in workers; returns the exit status."""
     check_preset(arguments)
     if END not in os.environ:
         for part in chosen_parts(arguments):

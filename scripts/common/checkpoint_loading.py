@@ -139,8 +139,8 @@ def _load_model(
         raise UserError(f"cannot load a causal language model from {place}: {_reason(error)}{hint}") from error
     if reads_both_ways(model.config):
         raise UserError(
-            f"{path} is a {config.model_type} that reads each token with those after it, so that predicting them means "
-            "nothing; if it was trained to read left to right, set is_decoder to true in its config.json"
+            f"{path} is a {config.model_type} that reads each token with those after it, so predicting the next "
+            "token means nothing; if it was trained to read left to right, set is_decoder to true in its config.json"
         )
     check_loaded(f"the checkpoint {path}", info)
     return model

@@ -58,7 +58,7 @@ def source_commit() -> str | None:
     source = Path(__file__).resolve()  # an editable installation may link to the checkout
     try:
         _git(source, "ls-files", "--error-unmatch", str(source))
-        # A record that is written where an earlier one was committed says nothing about the code that it measured.
+        # Changed files in model_cards do not count: runs write records there, and no code.
         changed = _git(source, "status", "--porcelain", "--untracked-files=no", ":/", ":(top,exclude)model_cards")
         return _git(source, "rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):

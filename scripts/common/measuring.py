@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 MOST_CALLS = 1000  # of a sample
-# A call that takes this many times as long as a sample should is timed only once: it is slow, not just interrupted.
+# A call that takes this many times the intended time of a sample is timed only once: it is slow, not interrupted.
 SLOW_SAMPLES = 20
 LEAST_ROUNDS = 3  # for candidates that exceed their budget
 

@@ -8,7 +8,7 @@ MetricRecord = dict[str, Any]
 
 
 def read_metrics(path: Path, split: str | None = None) -> list[MetricRecord]:
-    """Reads the records of one split, or all. Lines that are no records are left out, as one that a crash cut off."""
+    """Reads the records of one split, or all. Lines that are no records, as one that a crash cut off, are left out."""
     records = []
     is_readable = path.exists() and not path.is_fifo()  # opening a named pipe would wait for its other end
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if is_readable else []:

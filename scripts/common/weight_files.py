@@ -38,7 +38,7 @@ def find_weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
 
 
 def check_places(found: Mapping[Path, Collection[str]], placed: Mapping[str, Path]) -> None:
-    """Checks that every tensor is in one file alone, and in that where an index places it.
+    """Checks that every tensor is in exactly one file, and in the one that the index names.
 
     Args:
         found: the names of the tensors in each file.

@@ -41,8 +41,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 class YamlLoader(yaml.SafeLoader):
     """Reads booleans and numbers as YAML 1.2 does, the keys of mappings as strings, and no key twice.
 
-    A number that is the value of an option, or an item of its list, stays the text in the file, from which the option
-    reads it as from the command line: in `revision: 1.10` it is a name. Numbers deeper inside are numbers.
+    A number that is the value of an option, or an item of its list, stays text, which the option then reads as it reads
+    the command line: `1.10` in `revision: 1.10` is a name. Numbers deeper inside are numbers.
 
     PyYAML follows YAML 1.1, which takes `on` and `no` for booleans, `0100` for octal, `1:30` for 90, and `1e-3` for
     text. Here they can be the name of an option or its value.

@@ -208,7 +208,7 @@ def loss_at(run: RunRecord, tokens: float) -> float | None:
 def tokens_to(run: RunRecord, loss: float) -> Limits:
     """The tokens after which the validation loss is first as low as `loss`, interpolated linearly.
 
-    If it was below at the first validation, all that is known is that these tokens were enough.
+    If the loss was below that at the first validation, the tokens of that validation are only an upper limit.
     """
     points = [(line["tokens"], line["loss"]) for line in run["validation"]]
     first, highest = points[0]

@@ -200,7 +200,7 @@ def draw_item(rng: random.Random, number: int, place: int) -> Item:
 def draw_about_same_facts(rng: random.Random, number: int) -> list[Item]:
     """Draws items of a form that state the same facts, in any order: one for each fact if its questions affirm.
 
-    A question that denies needs facts of its own, and so does one for the odd thing of three, so these stand alone.
+    Questions that deny and questions for the odd one of three things need facts of their own, so each is drawn alone.
     """
     seed, form = rng.random(), FORMS[number]
     places = rng.sample(range(THREE), THREE)

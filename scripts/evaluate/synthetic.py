@@ -4,7 +4,7 @@ Every item states two to four facts between angle brackets and asks about one of
 facts. Answering needs one lookup, or several relations composed: the owner of a thing, its kind, "does not have",
 opposites, a chain of two facts. Item `i` has `2 + i % 3` facts for each relation and as many candidates, and in every
 36 items the answer is mentioned at each position equally often. So a model that always chooses the same position scores
-`CHANCE`, and so does, on average, one that prefers certain words. In the two kinds with negation a person owns all
+`CHANCE`. A model that prefers certain words scores it on average. In the two kinds with negation a person owns all
 things but one, which is the answer, so picking the odd one out solves them.
 """
 

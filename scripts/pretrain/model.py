@@ -302,8 +302,8 @@ def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments) -> None:
     """Raises UserError for sequences and objectives that are not for this model."""
     if arguments.objective == "causal_lm" and reads_both_ways(config):
         raise UserError(
-            f"a {config.model_type} reads each token with those after it, so that predicting them teaches nothing; "
-            "give objective: masked_lm, or is_decoder: true in model_config"
+            f"a {config.model_type} reads each token with those after it, so predicting the next token teaches "
+            "nothing; give objective: masked_lm, or is_decoder: true in model_config"
         )
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and arguments.sequence_length > limit:
@@ -317,8 +317,8 @@ def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments) -> None:
         check_memory(config, arguments.sequence_length)
     if arguments.objective == "masked_lm" and arguments.mask_documents and family_of(config) is None:
         raise UserError(
-            f"mask_documents keeps documents apart by positions that restart, which a {config.model_type} does not "
-            "read so; give mask_documents: false (--no_mask_documents)"
+            f"mask_documents keeps documents apart by positions that restart, and a {config.model_type} does not "
+            "read them so; give mask_documents: false (--no_mask_documents)"
         )
 
 

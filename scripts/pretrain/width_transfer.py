@@ -2,8 +2,8 @@
 
 The model is `m` times as wide as the one for which the learning rate was chosen: `hidden_size`, `intermediate_size` and
 the number of heads are `m` times as large, and `head_dim`, layers and `compose_rank` are the same. Initial weights and
-learning rates are multiplied by the factors below. They are those of Table 3 of the paper, for Adam, in which no
-activation is scaled, so a checkpoint needs no further fields:
+learning rates are multiplied by the factors below, from Table 3 of the paper, for Adam. In this form no activation is
+scaled, so a checkpoint needs no further fields:
 
 | weights | initial size | learning rate |
 |---|---|---|

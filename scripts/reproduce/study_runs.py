@@ -219,8 +219,8 @@ def _call(function: Callable[[Any], Any], item: Any) -> Any:
 
     Raises:
         UserError: raised by the function.
-        RuntimeError: the function failed otherwise. The error itself may be of a class that cannot be sent to another
-            process, which would end all workers without a word of it.
+        RuntimeError: the function failed otherwise. The error itself is not raised: if its class cannot be sent to
+            another process, all workers would end without its message.
     """
     try:
         return function(item)

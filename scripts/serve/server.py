@@ -39,8 +39,8 @@ build_server = server.build_server
 start_batching = CBGenerateManager.init_cb
 answer_whole, answer_in_parts = CBGenerateManager.generate_non_streaming, CBGenerateManager.generate_streaming
 read_fields = BaseHandler._validate_request
-# Fields of OpenAI's API that Transformers' server ignores with a warning in its own log, although the answer would be
-# another one than the client asked for; and the values, in JSON, that ask for nothing.
+# Fields of OpenAI's API that Transformers' server ignores with a warning in its own log, so a client would not get what
+# it asked for; and the values, in JSON, that ask for nothing.
 IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
     "n": ("1",),
     "best_of": ("1",),
@@ -131,7 +131,7 @@ def build_telling_server(ends: ExitStack, *args: Any, **kwargs: Any) -> FastAPI:
         application.add_exception_handler(kind, lambda _, error: refusal(400, f"the request is malformed: {error}"))
     # What a chat template refuses, such as a role that it does not know.
     application.add_exception_handler(TemplateError, lambda _, error: refusal(400, f"the chat template: {error}"))
-    # Transformers' words, without a number of the system's, for a model that is not there; others are faults of a disk.
+    # An OSError without a number is Transformers' own, for a model that does not exist; others are faults of a disk.
     application.add_exception_handler(
         OSError, lambda _, error: refusal(404 if error.errno is None else 500, first_line(error))
     )

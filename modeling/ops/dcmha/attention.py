@@ -111,9 +111,9 @@ def dcmha_attention(
         offset: position of the first query among the keys, an integer or `[]`, default `S - T`. Another one is needed
             for a preallocated cache, in which `is_causal` or the mask hides the keys after the last query.
         compose_position_bias: add `position_bias` before `pre` mixes the scores, instead of after.
-        implementation: `eager`, `chunked`, `triton`, `sdpa`, or one of `register_implementation`; `None` takes `sdpa`
-            for calls without composition and tables, and else `chunked` or, on GPUs on which a record shows that it is
-            faster, `triton`.
+        implementation: `eager`, `chunked`, `triton`, `sdpa`, or one of `register_implementation`. `None` takes `sdpa`
+            for calls without composition and tables. For others it takes `triton` on GPUs on which a record shows that
+            `triton` is faster, and `chunked` elsewhere.
         return_maps: names of fields of `AttentionMaps`, to return these maps too. It needs `eager`, which has all maps
             in memory.
 

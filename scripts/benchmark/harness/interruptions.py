@@ -77,7 +77,7 @@ class Interruptions:
         return {name: one["failure"] for one in found for name in names if one["name"] in (name, None)}
 
     def begin(self, case: Record, name: str | None) -> None:
-        """Notes that a candidate is to be prepared and checked, or with None that it is everybody's turn."""
+        """Notes that a candidate will be prepared and checked next; `name` None: all candidates will be measured."""
         self._stop_timer()
         running = {"case": case, "name": name}
         before = self.before if self.before is not None and running.items() <= self.before.items() else None

@@ -56,7 +56,7 @@ def read_record(path: str) -> dict[str, Any]:
 
 
 def read_earlier(folder: Path, metadata: dict[str, Any]) -> dict[str, Any] | None:
-    """The record in a folder that a run with this metadata may go on with; None if there is none.
+    """The record of a folder, for a run with this metadata to go on with; None if there is none.
 
     Raises:
         UserError: the record cannot be read, or was made by other code, on another machine or with other settings.

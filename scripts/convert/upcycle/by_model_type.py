@@ -29,12 +29,12 @@ class Preprocessor:
     """What prepares the inputs of a model, and where its class is named.
 
     Attributes:
-        word: what it is called.
-        patterns: of its files.
-        file: that names its class.
-        field: there, with the name.
-        behaviour: loads it from a folder and gives the name of its class with what else must stay the same.
-        default: gives the name of the class that a model type stands for; None if it stands for none.
+        word: what it is called in messages.
+        patterns: patterns of its files' names.
+        file: the file that names its class.
+        field: the field of that file that has the name.
+        behaviour: loads it from a folder, and returns the name of its class and what else must stay the same.
+        default: returns the name of the class that a model type stands for; None if it stands for none.
     """
 
     word: str

@@ -125,8 +125,8 @@ def check_graphs(name: str, device: str, holds_all: bool) -> None:
         raise UserError(f"cuda_graphs need a GPU with CUDA, and this run is on {device}; leave them out")
     if not holds_all:
         raise UserError(
-            f"cuda_graphs need weights that stay where they are, and engine={name} does not keep them there; leave "
-            "them out, or use ddp"
+            f"cuda_graphs need weights that stay at one place in memory, and engine={name} moves them; leave "
+            "cuda_graphs out, or use ddp"
         )
 
 

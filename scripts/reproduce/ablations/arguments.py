@@ -19,7 +19,7 @@ class AblationsArguments:
     size: Literal["small", "medium", "large"] = option("small", "models of about 0.25, 1.2 or 5.6 million parameters")
     output: str | None = option(None, "folder of the study; runs/ablations-SIZE")
     variants: list[str] | None = option(
-        None, "names of variants, which an unknown one lists; the baseline first; all if not given"
+        None, "names of variants, the baseline first (an unknown name prints all names); all if not given"
     )
     seeds: int = option(3, "runs of each variant")
     first_seed: int = option(0, "the seed from which they count; a later one repeats the study on new seeds")

@@ -26,8 +26,10 @@ class MechanismsArguments:
         "tasks and sizes: small tasks for two layers of width 64, recall in two steps for three, the "
         "in-context families of the DCFormer paper for two, or larger tasks for four layers of width 256",
     )
-    tasks: list[str] | None = option(None, "names of tasks, which an unknown one lists; all of the preset if not given")
-    arms: list[str] | None = option(None, "names of attentions, which an unknown one lists; all if not given")
+    tasks: list[str] | None = option(
+        None, "names of tasks (an unknown name prints all names); all of the preset if not given"
+    )
+    arms: list[str] | None = option(None, "names of attentions (an unknown name prints all names); all if not given")
     layers: list[int] | None = option(None, "numbers of layers; the preset's if not given")
     heads: list[int] | None = option(
         None, "numbers of heads H; the preset's if not given; several show how many heads each attention needs"

@@ -112,8 +112,8 @@ class FindBlock:
     """Find the block that holds all asked letters (multi-token attention's toy task; arXiv 2504.00927, section 4.1).
 
     `blocks` blocks of `size` different letters, each with a full stop behind it; then for each block, in another order,
-    `asked` of its letters and a question mark that asks for its first letter. No single letter tells the block: each of
-    the asked ones also stands in another block, while no other block holds all of them.
+    `asked` of its letters and a question mark that asks for its first letter. No single letter tells the block: each
+    asked letter also stands in another block, but no other block holds all asked letters.
     """
 
     blocks: int

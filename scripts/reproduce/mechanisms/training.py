@@ -26,8 +26,8 @@ def run_one(run: Run, preset: Preset, device: str = "cpu") -> dict[str, Any]:
     """Trains one model until it has solved its task or the preset's updates are over.
 
     Returns:
-        The settings; `solved_at`, the sequences after which it had solved the task, None if it did not; and its
-        accuracies by sequences.
+        The settings; `solved_at`, the number of sequences after which the model had solved the task, or None; and its
+        accuracies by number of sequences.
     """
     task = preset.tasks[run.task]
     torch.manual_seed(run.seed)

@@ -20,8 +20,8 @@ class PairedStudyArguments:
     """
 
     output: str | None = option(None, "folder of the study; runs/STUDY by default, such as runs/vision")
-    tasks: list[str] | None = option(None, "names of tasks, which an unknown one lists; all if not given")
-    arms: list[str] | None = option(None, "names of arms, which an unknown one lists; all if not given")
+    tasks: list[str] | None = option(None, "names of tasks (an unknown name prints all names); all if not given")
+    arms: list[str] | None = option(None, "names of arms (an unknown name prints all names); all if not given")
     seeds: list[int] = option([0, 1, 2], "seeds to measure")
     tuning_seed: int = option(100, "seed on which learning rates are chosen")
     learning_rates: list[float] | None = option(

@@ -120,7 +120,7 @@ def test_cuda_graphs_are_of_weights_that_stay_where_they_are(tmp_path: Path):
     on_gpu = cast("Accelerator", SimpleNamespace(num_processes=2, device=torch.device("cuda")))
     graphs = {"compile": True, "cuda_graphs": True}
     assert build_engine(arguments(tmp_path, tmp_path, **graphs), on_gpu, None).cuda_graphs
-    with pytest.raises(UserError, match="engine=fsdp2 does not keep them there; leave them out, or use ddp"):
+    with pytest.raises(UserError, match="engine=fsdp2 moves them; leave cuda_graphs out, or use ddp"):
         build_engine(arguments(tmp_path, tmp_path, engine="fsdp2", **graphs), on_gpu, None)
 
 

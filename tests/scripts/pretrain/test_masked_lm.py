@@ -98,7 +98,7 @@ def test_processes_change_no_mask(engine: str, alone: Sequence[Path], corpus: Pa
 
 def test_an_encoder_of_transformers_learns_with_documents_together(corpus: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {**MASKED, "model_type": "bert", "model_config": BERT, "max_steps": 2, "warmup_steps": 0}
-    with pytest.raises(UserError, match=r"which a bert does not read so; give mask_documents: false"):
+    with pytest.raises(UserError, match=r"a bert does not read them so; give mask_documents: false"):
         run(tmp_path / "run", corpus, **changes)
     result = run(tmp_path / "run", corpus, **changes, mask_documents=False)
     assert AutoModelForMaskedLM.from_pretrained(result.model).config.pad_token_id == 1

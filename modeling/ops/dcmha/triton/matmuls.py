@@ -128,7 +128,7 @@ class CublasMatmuls(Matmuls):
         Maps `[items * H_kv, H / H_kv * c, n]` are grouped; rows are `[items * H_kv, n, D]`.
         """
         part = total[chunk.items, :, chunk.queries]
-        # Heads that share keys are rows of one product, which are not at one distance from each other in the total.
+        # Heads that share keys are rows of one product. In `total` they have no common stride, so they are copied.
         is_view = self.kv_heads == self.work.heads
         product = part.flatten(0, 1) if is_view else part.new_empty(*maps.shape[:2], part.shape[-1])
         scaled_bmm(maps, rows, out=product, scaling=scaling)

@@ -215,8 +215,9 @@ def dcmha_backward_post(
         grad_gained = compose(grad, mixed_grad, hidden_grads, transposed(post), head)
         if tables.pairs is not None:
             store(tables.pairs, prob * grad_gained, patch, head)
-        # Delta averages the gradients as they are stored, rounded, since `dcmha_backward_pre` subtracts it from those,
-        # and with the sum of the probabilities, which rounding keeps from being one: equal gradients of a row cancel.
+        # `dcmha_backward_pre` subtracts delta, the mean of a row's gradients, from the stored gradients. So that equal
+        # gradients cancel, the mean is of the stored (rounded) gradients, and is divided by the sum of probabilities,
+        # which rounding keeps from being one.
         grad_prob = times(grad_gained, of_patch.gain, patch, head)
         grad_prob = rounded(grad_prob, grad_probs.dtype.element_ty).to(tl.float32)
         store(grad_probs, grad_prob, patch, head)

@@ -6,9 +6,9 @@ Composition is linear in the heads of a (query, key) pair:
 
 with `[H, H]` matrices, `Q[t] = 1 + static^T + diag(gate[t]) + up[t] down[t]^T`, and `K[s]` alike without 1 and static.
 For all heads of a patch of `block_t` queries by `block_s` keys the matrices of queries are products `[block_s, H] @
-[H, H]` on the tensor cores. Those of keys would be products over other axes, and to bring a patch from one order of its
-axes into the other takes longer than both products. The terms of keys are therefore applied one by one, in the order
-that queries' products leave behind:
+[H, H]` on the tensor cores. The matrices of keys would be multiplied along another axis, and transposing a patch in
+between takes longer than both products. The terms of keys are therefore applied one by one, to the layout that the
+products of queries leave:
 
     hidden[t, s] = sum_h down[s, h] z[t, s, h]        K[s] z[t, s, :] = hidden[t, s] up[s, :] + gate[s, :] z[t, s, :]
 
