@@ -31,7 +31,7 @@ from .catalog import TaskCatalog, leaf_tasks
 from .heldout import score_documents
 from .quoted import quoted_scores
 from .results import Metric, Results, TaskResult, describe_environment, describe_model, is_finite, read_lm_eval
-from .rolling import roll_texts
+from .segments import roll_texts
 from .suites import HELDOUT, SUITES
 from .windows import check_context, encode_document
 

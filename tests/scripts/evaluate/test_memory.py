@@ -17,7 +17,7 @@ from dynattn.scripts.common.builtin_corpus import builtin_documents
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.evaluate.harness import DIRECT, evaluate_model
 from dynattn.scripts.evaluate.heldout import score_documents
-from dynattn.scripts.evaluate.rolling import roll_texts
+from dynattn.scripts.evaluate.segments import roll_texts
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 
 HELDOUT = "builtin_heldout"

@@ -1,4 +1,4 @@
-"""The house keeps its floors: imports run downwards, never in a circle, and jobs do not know one another."""
+"""Imports run downwards, never in a circle, and jobs do not import one another."""
 
 import ast
 from functools import cache
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Each floor stands on those before it in this list; rooms of one floor do not know each other.
-FLOORS = (
+# Each level may import those before it in this list. Parts of one level do not import each other.
+LEVELS = (
     ("configuration", "modeling.ops"),
     ("modeling.positions", "modeling.caches"),
     ("modeling.layers", "modeling.serving"),
@@ -76,27 +76,27 @@ def find_module(name: str) -> str | None:
     return name or None
 
 
-def room_of(module: str) -> tuple[int, str]:
-    """The floor and the room of a module."""
+def part_of(module: str) -> tuple[int, str]:
+    """The number of the level of a module, and the part that it belongs to."""
     place = ".".join(MODULES[module].relative_to(ROOT).with_suffix("").parts) + "."
-    rooms = [(floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms if place.startswith(f"{room}.")]
-    return max(rooms, key=lambda found: len(found[1]))
+    found = [(level, part) for level, parts in enumerate(LEVELS) for part in parts if place.startswith(f"{part}.")]
+    return max(found, key=lambda one: len(one[1]))
 
 
-def test_every_job_has_a_room() -> None:
-    """A job without one would fall into the room `scripts`, which may import everything."""
+def test_every_job_has_a_level() -> None:
+    """A job without one would count as part of `scripts`, which may import everything."""
     jobs = {f"scripts.{caption.parent.name}" for caption in (ROOT / "scripts").glob("*/__init__.py")}
-    assert jobs <= {room for rooms in FLOORS for room in rooms}
+    assert jobs <= {part for parts in LEVELS for part in parts}
 
 
 def test_imports_run_downwards() -> None:
     wrong = []
     for module in MODULES:
-        floor, room = room_of(module)
+        level, part = part_of(module)
         for imported in imports_of(module):
-            below, other = room_of(imported)
-            if other != room and below >= floor:
-                wrong.append(f"{module} ({room}) imports {imported} ({other})")
+            below, other = part_of(imported)
+            if other != part and below >= level:
+                wrong.append(f"{module} ({part}) imports {imported} ({other})")
     assert not wrong, "\n".join(wrong)
 
 
@@ -105,7 +105,7 @@ def test_there_is_no_circle_of_imports() -> None:
     while leaves := [module for module, imported in graph.items() if not imported & graph.keys()]:
         for module in leaves:
             del graph[module]
-    assert not graph, f"these modules, or what they stand on, import each other: {sorted(graph)}"
+    assert not graph, f"these modules, or what they import, import each other: {sorted(graph)}"
 
 
 @pytest.mark.parametrize("top", ["configuration", "modeling"])
