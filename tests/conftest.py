@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 torch.set_num_threads(1)
-# In this mode PyTorch fills uninitialised memory with NaN, so that a path that reads what nothing wrote fails loudly.
+# In this mode PyTorch fills uninitialised memory with NaN, so code that reads memory before writing it fails loudly.
 torch.use_deterministic_algorithms(True, warn_only=True)
 # No test cuts the power, and a slow disk takes longer to flush files than tests take. Wrong descriptors stay errors.
 os.fsync = os.fstat  # type: ignore[assignment]

@@ -40,7 +40,7 @@ GIVEN: dict[str, dict[str, Tensor]] = {
     "padded": {"attention_mask": PADDED},
     "packed": {"position_ids": POSITIONS},
 }
-# DCPythia has DCFormer's forward pass, so that one way of calling it shows what its own layer does.
+# DCPythia shares DCFormer's forward pass, so one way of calling it is enough to test its own layer.
 FAST = [
     ("dcformer", "padded"),
     ("dcformer", "packed"),

@@ -231,7 +231,7 @@ def test_several_numbers_of_examples(tokenizer: PreTrainedTokenizerFast) -> None
 
 
 def test_groups_have_a_score_for_each_number_of_examples(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """Also a group of groups, and one whose tasks differ in their number because one of them allows none."""
+    """Also a group of groups, and a group whose tasks get different numbers of examples because one allows none."""
     score = "aggregate_metric_list: [{metric: acc, weight_by_size: true}]"
     for name, lines in {
         "without": f"include: {TASKS}/dynattn_owner.yaml\ntask: without\nnum_fewshot: 0",

@@ -261,8 +261,8 @@ def test_several_threads_of_python_may_call_it_at_once() -> None:
 def test_there_is_one_openmp_runtime_and_a_fork_works_after_its_threads_have() -> None:
     """Threads of a second one would wait on processors that the first one's need.
 
-    They do not survive a fork, and a call that waited for them would never return. Other libraries that tests use bring
-    an OpenMP of their own, so that a process of its own is looked at.
+    They do not survive a fork, and a call that waited for them would never return. Libraries that other tests use bring
+    an OpenMP of their own, so this test starts a new process.
     """
     code = """
 import os, torch
