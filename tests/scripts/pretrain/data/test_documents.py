@@ -1,9 +1,11 @@
 """Documents from files, folders and globs, held-out documents, and data that cannot be used."""
 
+import errno
 import json
 import os
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +15,7 @@ from datasets import Dataset
 
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
+from dynattn.scripts.pretrain.data import documents
 from dynattn.scripts.pretrain.data.digests import digest, warn_of_copies
 from dynattn.scripts.pretrain.data.documents import (
     check_splits,
@@ -72,9 +75,9 @@ def test_local_files_folders_and_globs_hold_the_same_documents(tmp_path: Path, s
     folder = tmp_path / "data [v2]"
     folder.mkdir()
     for part in (0, 1):
-        chosen = Dataset.from_dict({"body": [*documents[2 * part : 2 * part + 2], "  "]})
+        chosen = Dataset.from_dict({"body": [*documents[2 * part : 2 * part + 2], "  ", None]})
         if suffix == ".txt":
-            for number, text in enumerate(chosen["body"]):
+            for number, text in enumerate(filter(None, chosen["body"])):
                 (folder / f"{part}-{number}.txt").write_text(text)
         elif suffix == ".jsonl":
             chosen.to_json(folder / f"{part}.jsonl")
@@ -138,7 +141,8 @@ def test_named_validation_data_is_used(tmp_path: Path):
 
 
 def test_a_file_that_is_gone_is_no_dataset_of_the_hub(tmp_path: Path):
-    assert [is_hub_name(name) for name in ("owner/name", "builtin", str(tmp_path / "gone.txt"))] == [True, False, False]
+    assert is_hub_name("owner/name")
+    assert not any(map(is_hub_name, ("builtin", str(tmp_path / "gone.txt"), "gone/document.bin")))
 
 
 def test_data_mistakes_are_told(tmp_path: Path):
@@ -178,3 +182,17 @@ def test_data_mistakes_are_told(tmp_path: Path):
         check_splits(PretrainArguments(output="x", dataset=str(tmp_path / "good.jsonl"), dataset_config="en"))
     with pytest.raises(UserError, match="cannot load the split 'train' of the dataset 'no_such_dataset'"):
         load_documents(PretrainArguments(output="x", dataset="no_such_dataset"))
+
+
+def test_a_cache_that_cannot_be_written_is_told_from_a_file_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "a.txt").write_text("text")
+    for path, message in {
+        "/cache": "the cache of datasets cannot be written: .*; set HF_HOME",
+        "a.txt": "cannot read",
+    }.items():
+        refused = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / path))
+        monkeypatch.setattr(documents, "load_dataset", Mock(side_effect=refused))
+        with pytest.raises(UserError, match=message):
+            load_text(str(tmp_path / "a.txt"), PretrainArguments(output="x"), "train")

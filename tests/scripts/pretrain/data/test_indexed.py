@@ -241,6 +241,9 @@ def test_tokens_that_are_missing_or_of_another_tokenizer_are_refused(samples: Pa
     big = write_indexed(tmp_path / "big", [[40_000] * (LENGTH + 1)] * 4)
     with pytest.raises(UserError, match="holds the token 40000, and the tokenizer has 257"):
         run(tmp_path / "run", big, **options(big, tokenizer))
+    alone = write_indexed(tmp_path / "alone", [[5] * (LENGTH + 1)])
+    with pytest.raises(UserError, match=r"alone\.idx has 1 samples or documents, and one must be held out"):
+        run(tmp_path / "run", alone, **options(alone, tokenizer))
     with pytest.raises(UserError, match="set it to 32"):
         run(tmp_path / "run", samples, **options(samples, tokenizer, sequence_length=16))
     with pytest.raises(UserError, match="name the tokenizer that made them"):

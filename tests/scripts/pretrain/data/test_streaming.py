@@ -19,8 +19,14 @@ from dynattn.scripts.pretrain import PretrainArguments
 from dynattn.scripts.pretrain.data import streaming
 from dynattn.scripts.pretrain.data.document_encoders import TextEncoder
 from dynattn.scripts.pretrain.data.preparation import prepare
-from dynattn.scripts.pretrain.data.stream_blocks import Block, block_path
-from dynattn.scripts.pretrain.data.streaming import BlockWriter
+from dynattn.scripts.pretrain.data.stream_blocks import (
+    FAILURE,
+    Block,
+    block_path,
+    check_failure,
+    written_blocks,
+)
+from dynattn.scripts.pretrain.data.streaming import BlockWriter, StreamOrder
 from dynattn.scripts.pretrain.data.tokenizer import load_tokenizer, train_bpe
 from dynattn.scripts.pretrain.outputs.run_folder import RunFolder
 
@@ -112,6 +118,20 @@ def test_a_run_on_a_stream_lets_the_reading_process_end(
     monkeypatch.setattr(BlockWriter, "tell_if_it_dies", watch)
     assert run(tmp_path / "run", shards, **options, max_steps=2, warmup_steps=1).steps == 2
     assert statuses == [0]
+    assert max(written_blocks(tmp_path / "run" / "data" / "stream")) <= streaming.BLOCKS_AHEAD
+
+
+def test_what_ended_an_earlier_reading_process_does_not_end_the_next(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: fork)
+    arguments = PretrainArguments(output=str(tmp_path), max_steps=1, **options)
+    order = StreamOrder(arguments, RunFolder(tmp_path), load_tokenizer(options["tokenizer"]), global_batch=4)
+    order.writer.folder.mkdir(parents=True)
+    (order.writer.folder / FAILURE).write_text('{"error": "the disk was full"}')
+    with order.feeding(is_main=True):
+        check_failure(order.writer.folder)
 
 
 @pytest.mark.slow
