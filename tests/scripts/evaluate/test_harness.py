@@ -1,6 +1,8 @@
 import copy
 import json
 import math
+import sys
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,9 @@ import lm_eval
 import pytest
 import torch
 from lm_eval import tasks as lm_eval_tasks
+from lm_eval._cli import HarnessCLI
 from lm_eval.api.instance import Instance
+from lm_eval.loggers import EvaluationTracker
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import (
     get_file_task_name,
@@ -33,10 +37,12 @@ from dynattn.scripts.cli import main
 from dynattn.scripts.common.builtin_corpus import builtin_documents
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.evaluate import catalog as catalog_module
+from dynattn.scripts.evaluate import lm_eval_files
 from dynattn.scripts.evaluate.arguments import EvaluateArguments
 from dynattn.scripts.evaluate.catalog import TaskCatalog
 from dynattn.scripts.evaluate.harness import DIRECT, StrictHFLM, evaluate_model
 from dynattn.scripts.evaluate.heldout import score_documents
+from dynattn.scripts.evaluate.lm_eval_files import write_lm_eval_files
 from dynattn.scripts.evaluate.quoted import quoted_scores
 from dynattn.scripts.evaluate.results import Metric, Results, TaskResult, format_table, write_results
 from dynattn.scripts.evaluate.suites import SUITES, TASKS
@@ -355,6 +361,33 @@ def check_lm_eval_files(output: Path, content: dict[str, Any], samples: list[dic
         (file,) = (name for name in get_sample_results_filenames(names) if get_file_task_name(Path(name).name) == task)
         lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
         assert [line["doc_id"] for line in lines] == [one["doc_id"] for one in samples if one["task"] == task]
+
+
+def test_files_that_lm_eval_could_not_write_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It logs errors of the disk and goes on."""
+    monkeypatch.setattr(EvaluationTracker, "save_results_aggregated", lambda *_: None)
+    model, settings = {"path": "x", "parameters": 1, "dtype": "float32"}, {"seed": 5, "batch_size": 8, "limit": None}
+    monkeypatch.setattr(lm_eval_files, "_circumstances", lambda *_: {})
+    with pytest.raises(UserError, match=r"lm-eval wrote 0 of 1 result files into .*lm-eval; is the disk full"):
+        write_lm_eval_files([{"results": {}}], tmp_path, model, settings, {})
+
+
+def test_the_lm_eval_command_knows_our_tasks_and_refuses_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def execute(self: HarnessCLI, arguments: Namespace) -> None:
+        if arguments.tasks == ["none"]:
+            raise ValueError("no such task\n")
+        paths.append(arguments.include_path)
+
+    paths: list[list[str]] = []
+    monkeypatch.setattr(sys, "argv", sys.argv)  # which the command replaces
+    monkeypatch.setattr(HarnessCLI, "execute", execute)
+    command = ["lm-eval", "run", "--model", "hf", "--tasks"]
+    assert main([*command, TASK]) == main([*command, TASK, "--include_path", "mine"]) == 0
+    assert paths == [[str(TASKS)], [str(TASKS), "mine"]]
+    assert main([*command, "none"]) == 2
+    assert capsys.readouterr().err.endswith("no such task\n")
 
 
 def test_quoted_scores_stand_beside_ones_own_and_say_so(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -234,6 +234,8 @@ def test_a_text_file_is_one_document_and_parquet_has_one_a_row(tmp_path: Path):
     assert read_documents(str(tmp_path / "marked.txt"), "text").texts == ["one"]
     Dataset.from_dict({"text": ["a", "", None, "b"]}).to_parquet(str(tmp_path / "text.parquet"))
     assert read_documents(str(tmp_path / "text.parquet"), "text") == FileDocuments(["a", "b"], [0, 3], 2)
+    with pytest.raises(UserError, match=r"has no column 'words' but \['text'\]"):
+        read_documents(str(tmp_path / "text.parquet"), "words")
 
 
 def test_rows_without_text_are_told_and_others_keep_their_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -242,7 +244,7 @@ def test_rows_without_text_are_told_and_others_keep_their_numbers(tmp_path: Path
     rows = [{"other": 0}, *({"text": value} for value in values)]
     lines = tmp_path / "we::ird.jsonl"
     lines.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
-    (tmp_path / "array.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "array.json").write_text(json.dumps(rows, indent=1), encoding="utf-8-sig")
     for name, first in (("we::ird.jsonl", "line 1"), ("array.json", "row 0")):
         assert read_documents(str(tmp_path / name), "text") == FileDocuments([values[0], values[-1]], [1, 5], 4)
         assert f"{name} have no text in their column 'text' and are left out, the first is {first}" in caplog.text
@@ -274,6 +276,7 @@ def test_what_cannot_be_read_is_told_with_its_place(name: str, content: bytes, m
         (["--dataset", "missing.jsonl"], "must be a file that ends in .txt"),
         (["--dataset", "texts.csv"], "must be a file that ends in .txt"),
         (["--dataset", "texts.jsonl", "--tasks", "x"], "exclude each other"),
+        (["--dataset", "texts.jsonl", "--suite", "pythia"], "exclude each other"),
         (["--suite", "pythia", "--tasks", "x"], "tasks=['x'] and suite=pythia exclude each other; give one"),
         (["--others", "x"], "are compared on --dataset FILE"),
         (["--dataset", "texts.jsonl"], "has no column 'text' but ['words']"),
