@@ -27,6 +27,7 @@ from dynattn.scripts.convert.common.transforms import Select
 from dynattn.scripts.convert.common.weight_map import Rule
 from dynattn.scripts.convert.official import layout as official_layout
 from dynattn.scripts.convert.official import plan, verify
+from dynattn.scripts.convert.official.merged_copies import merged_difference
 
 SMALL = {
     "vocab_size": 61,
@@ -179,6 +180,12 @@ def test_a_merged_static_matrix_that_says_nothing_new_is_dropped(official: Path,
     assert run(official, tmp_path / "again") == 0
 
 
+def test_a_merged_copy_may_be_stored_in_another_dtype_than_its_original() -> None:
+    original = torch.randn(3, 4)
+    assert merged_difference(original.half(), original) == merged_difference(original, original.half()) == 0
+    assert merged_difference(original.half() + 1, original) == pytest.approx(1, abs=0.01)
+
+
 def test_folders_that_were_made_for_a_refused_conversion_vanish(
     official: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,6 +285,7 @@ def test_options_without_meaning(official: Path, refused: Callable[..., str]) ->
     assert "not 2147483648" in refused("--window", "2147483648")
     assert "no static matrix" in refused("--static", "keep")
     assert "only matter for reading" in refused("--reverse", "--prefer-merged")
+    assert "only matter for reading" in refused("--reverse", "--window", "2")  # the smallest window
     assert "not in our format" in refused("--reverse")
     assert "dw_m" in refused("--prefer-merged")
     edit_config(official, window_size=None)

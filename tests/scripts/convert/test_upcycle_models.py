@@ -148,10 +148,13 @@ def test_every_composition_parameter_learns_after_one_step(name: str, options: t
 def test_tokenizer_and_generation_configuration_come_along(tmp_path: Path) -> None:
     parent = save_parent(tmp_path / "parent", neox(4, 16, bos_token_id=0, eos_token_id=0))
     save_tokenizer(tmp_path / "parent", VOCABULARY)
+    settings = tmp_path / "parent" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text())))
     generation = GenerationConfig(do_sample=True, temperature=0.7, bos_token_id=0, eos_token_id=0)
     generation.save_pretrained(tmp_path / "parent")
     convert_well("pythia", tmp_path / "parent", tmp_path / "ours")
     ours, own = load(tmp_path / "ours"), AutoTokenizer.from_pretrained(tmp_path / "ours")
+    assert (tmp_path / "ours" / settings.name).read_text() == settings.read_text()  # it names the class already
     assert ours.generation_config.temperature == 0.7
     assert ours.config.vocab_size == ROWS > len(own)
     ids = own("the statement is executed", return_tensors="pt").input_ids
