@@ -20,6 +20,8 @@ from dynattn.scripts.evaluate.in_context_forms import (
     ODD_ONE_OUT,
     TIMES,
     Item,
+    Thing,
+    _alike,
     draw_about_same_facts,
     generate,
 )
@@ -109,6 +111,13 @@ def test_items_about_the_same_facts_ask_for_each_of_them_in_any_order(number: in
             first_places.setdefault(third, set()).add(items[0].label)
     assert all(places == {0, 1, 2} for places in first_places.values())
     assert bool(first_places) is not (FORMS[number].denied or FORMS[number].family == ODD_ONE_OUT)
+
+
+def test_a_question_about_kinds_has_other_things_of_a_kind():
+    """A model that looks for the same word twice would answer it otherwise."""
+    for form in (form for form in FORMS if form.words == "possession" and form.family != ODD_ONE_OUT):
+        drawn = {_alike(random.Random(seed), form, Thing("drill", "tool")).name for seed in range(25)}
+        assert drawn == ({*THINGS["tool"]} - {"drill"} if form.by_relation else {"drill"})
 
 
 def test_no_place_is_right_more_often_than_another():
