@@ -139,6 +139,8 @@ class Seq2SeqLMHead:
     """Language modeling: `class XForConditionalGeneration(Seq2SeqLMHead, XPreTrainedModel, GenerationMixin)`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.shared.weight"}
+    # A checkpoint of the base model has no such bias. It then is zero, as in BART, and nothing has to be trained.
+    _keys_to_ignore_on_load_missing: Any = ["final_logits_bias"]
     base_class: ClassVar[type[nn.Module]]
     final_logits_bias: Tensor | None
     # Provided by PreTrainedModel.

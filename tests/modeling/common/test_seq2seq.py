@@ -420,6 +420,13 @@ def test_a_saved_model_is_loaded(kind: str, tmp_path: Path) -> None:
     assert AutoModel.from_pretrained(tmp_path).shared.weight.equal(model.model.shared.weight)
 
 
+def test_a_head_without_parameters_of_its_own_is_not_missed_in_a_base_model(tmp_path: Path) -> None:
+    make_model("dcbart").model.save_pretrained(tmp_path)
+    loaded, info = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert loaded.final_logits_bias.eq(0).all()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_tied_words_only_the_head_has_weights_of_its_own(kind: str, tmp_path: Path) -> None:
     config = copy.deepcopy(make_model(kind).config)
