@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from accelerate.state import AcceleratorState
+from accelerate.utils import memory
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -60,8 +61,13 @@ RUN = {
 
 @pytest.fixture(scope="session", autouse=True)
 def one_machine() -> Iterator[None]:
-    """What every run reports of the machine, the rate of matrix products and the versions, is found out once."""
+    """What every run reports of the machine, the rate of matrix products and the versions, is found out once.
+
+    Accelerate looks for garbage among all objects of the process when a run ends, and Python does so often enough.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        clear = memory.clear_device_cache
+        patch.setattr(memory, "clear_device_cache", lambda garbage_collection=False: clear())
         patch.setattr(environment, "version", cache(environment.version))
         patch.setattr(throughput, "gemm_rate", cache(throughput.gemm_rate))
         yield
