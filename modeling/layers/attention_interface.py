@@ -232,8 +232,18 @@ def checking_results(name: str, attend: Attention) -> Attention:
 
 
 def _register_with_transformers(name: str) -> None:
-    AttentionInterface.register(name, attention_function(COMPOSING_IMPLEMENTATIONS[name]))
+    _OWN_FUNCTIONS[name] = attention_function(COMPOSING_IMPLEMENTATIONS[name])
+    AttentionInterface.register(name, _OWN_FUNCTIONS[name])
     AttentionMaskInterface.register(name, compact_mask)
+
+
+# Another copy of this code, which came with a model, may have registered functions under the same names.
+_OWN_FUNCTIONS: dict[str, Callable[..., tuple[Tensor, Any]]] = {}
+
+
+def attention_function_of(name: str) -> Callable[..., tuple[Tensor, Any]]:
+    """The attention function of an implementation: ours, one that others registered, or that of `eager`."""
+    return _OWN_FUNCTIONS.get(name) or ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
 
 # RCMHA has attention of its own, and Transformers looks up only its masks by these names.

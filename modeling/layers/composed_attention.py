@@ -5,7 +5,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, EncoderDecoderCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..caches.names import layers_write_paged_cache
 from ..caches.offloading import await_copies, read_layer, update_layer
@@ -14,7 +13,7 @@ from ..ops.dtypes import at_least_float32
 from ..ops.modes import autocast
 from ..positions.carope import ContentRotary, last_phases, pack_phases
 from ..positions.rotary import rotate
-from .attention_interface import eager_attention_forward
+from .attention_interface import attention_function_of
 from .differential_heads import DifferentialHeads
 from .head_composition import PackedFactors, make_generators
 from .rms_norm import RMSNorm
@@ -135,10 +134,7 @@ class ComposedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The attention function's output `[B, T, H, D]` and maps; see `forward` for its arguments and errors."""
         name = implementation or self.config._attn_implementation
-        if self.map_hooks is not None:
-            attend = self.map_hooks.attend
-        else:
-            attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        attend = attention_function_of(name) if self.map_hooks is None else self.map_hooks.attend
         stages: dict[str, Composition | None] = {}
         if self.composition is not None:
             stages["pre"], stages["post"] = self.assemble(factors)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .dtypes import at_least_float32
 from .modes import autocast, under_transforms
+from .operator_schema import NAMESPACE
 
 # Each chunk adds to the whole gradient of the weight, which makes small chunks slow.
 CHUNK_TOKENS = 1024
@@ -114,7 +115,7 @@ class LossGradients(NamedTuple):
             self.weight.add_(grad_logits.T @ hidden[chunk])
 
 
-@torch.library.custom_op("dynattn::chunked_loss", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::chunked_loss", mutates_args=())
 def _loss_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, needs_grad: list[bool], z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

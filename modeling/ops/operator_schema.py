@@ -1,9 +1,16 @@
-"""Custom operators whose arguments are the fields of named tuples: schemas, arguments, results of the backward pass."""
+"""Custom operators: their namespace, and schemas, arguments and gradients of those that take fields of named tuples."""
 
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
+
+# Each copy of this code registers operators of its own. A process may hold several copies, because Transformers loads
+# the code of each published model beside this package. PyTorch frees an operator when another one is registered under
+# its name, and the copy to which it belonged would read freed memory.
+COPY = blake2b(__name__.encode(), digest_size=8).hexdigest()
+NAMESPACE = "dynattn" if __name__.startswith("dynattn.") else f"dynattn_{COPY}"
 
 Tensors = TypeVar("Tensors", bound=NamedTuple)
 Others = TypeVar("Others", bound=NamedTuple)

@@ -80,17 +80,13 @@ def kernel_files() -> dict[str, str]:
 
 
 def _write_variant(folder: Path, files: Mapping[str, str], backend: str) -> None:
-    """Writes the code for one backend, and `metadata.json`.
-
-    Custom operators are registered under the kernel's identifier instead of the package's name, so that a process can
-    load both.
-    """
+    """Writes the code for one backend, and `metadata.json`."""
     content = hashlib.sha256("".join(f"{name}{text}" for name, text in sorted(files.items())).encode())
     identifier = f"_{NAME}_{backend}_{content.hexdigest()[:7]}"
     folder.mkdir(parents=True)
     digests = {}
     for name, text in sorted(files.items()):
-        encoded = text.replace('"dynattn::', f'"{identifier}::').encode()
+        encoded = text.encode()
         (folder / name).write_bytes(encoded)
         digests[name] = base64.b64encode(hashlib.sha256(encoded).digest()).decode()
     metadata = {

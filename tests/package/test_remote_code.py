@@ -1,16 +1,20 @@
 """The code that travels with a checkpoint: which files, and how their imports are rewritten."""
 
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING, LlamaConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import dynattn
 from dynattn import remote_code
 from dynattn.modeling.ops.dcmha.chunked.csrc import sources
+from dynattn.modeling.ops.relative import chunked as relative
+from dynattn.modeling.ops.relative.eager import relative_eager
 from dynattn.remote_code import flat_code, flatten_imports, registered_classes, write_code
 
 CONFIGS = [
@@ -43,6 +47,23 @@ def test_c_code_travels_as_the_text_that_the_package_compiles() -> None:
         "PASSES": sources.PASSES,
     }
     assert "FLAT_CONSTANTS" not in flat  # nothing there reads files
+
+
+def test_copies_of_the_code_keep_their_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch frees an operator when another one takes its name. The package and two copies of it are used by turns."""
+    monkeypatch.syspath_prepend(tmp_path)
+    copies = [relative]
+    for name in ("first_copy", "second_copy"):
+        (tmp_path / name).mkdir()
+        write_code(dynattn.RCMHAConfig(), tmp_path / name)
+        copies.append(import_module(f"{name}.ops_relative_chunked"))
+    namespaces = {copy._forward_op._qualname.partition("::")[0] for copy in copies}
+    assert len(namespaces) == 3 and "dynattn" in namespaces
+    query, key, value = torch.randn(3, 1, 2, 5, 4)
+    masking = {"attention_mask": None, "is_causal": True, "sliding_window": None}
+    expected, _ = relative_eager(query, key, value, scaling=0.5, **masking)
+    for copy in copies:
+        torch.testing.assert_close(copy.relative_chunked(query, key, value, scaling=0.5, **masking)[0], expected)
 
 
 def test_auto_map_names_every_registered_head() -> None:

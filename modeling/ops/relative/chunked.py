@@ -9,7 +9,7 @@ from torch import Tensor
 from ..dtypes import at_least_float32
 from ..masking import Structure, four_dimensional, split_mask
 from ..modes import autocast, refuse_second_derivatives, under_transforms
-from ..operator_schema import arguments_of, as_tuples, results_of, tensors_for
+from ..operator_schema import NAMESPACE, arguments_of, as_tuples, results_of, tensors_for
 from .chunk import Operands, RelativeChunk, relative_chunks
 from .eager import NO_TERMS, PositionTerms, relative_eager
 
@@ -118,7 +118,7 @@ def _reached_rows(structure: Structure, later_rows: int) -> slice:
     return slice(max(later_rows - ahead, 0), later_rows + min(structure.keys, window))
 
 
-@torch.library.custom_op("dynattn::relative_chunked", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
+@torch.library.custom_op(f"{NAMESPACE}::relative_chunked", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
 def _forward_op(*arguments: Any) -> Tensor:
     """The output `[B, T, H, D]`, with the fields of `RelativeInputs` and `RelativeSettings` as arguments."""
     inputs, settings = as_tuples(arguments, RelativeInputs, RelativeSettings)
@@ -134,7 +134,7 @@ def _forward_op(*arguments: Any) -> Tensor:
 
 
 @torch.library.custom_op(
-    "dynattn::relative_chunked_backward",
+    f"{NAMESPACE}::relative_chunked_backward",
     mutates_args=(),
     schema=f"(Tensor grad_output, {ARGUMENTS}) -> {tensors_for(DIFFERENTIABLE)}",
 )

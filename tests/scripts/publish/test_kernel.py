@@ -1,8 +1,6 @@
 """`dynattn kernel`: the repository that Hugging Face's `kernels` loads, where the package cannot be imported."""
 
-import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,11 +87,8 @@ def test_its_files_are_those_that_its_metadata_promises(repository: Path) -> Non
 def test_nothing_in_it_names_the_package(repository: Path) -> None:
     """Operators have names of their own, so that they do not replace those of the package."""
     for folder in (repository / "build").iterdir():
-        identifier = json.loads((folder / "metadata.json").read_text())["id"]
         sources = [path.read_text() for path in folder.glob("*.py")]
-        operators = [name for source in sources for name in re.findall(r'custom_op\(\s*"(.+?)"', source)]
-        assert operators and sum(source.count("custom_op(") for source in sources) == len(operators)
-        assert all(name.startswith(f"{identifier}::dcmha") for name in operators)
+        assert not any('"dynattn::' in source for source in sources)
         assert not any(
             line.startswith(("import dynattn", "from dynattn")) for text in sources for line in text.split("\n")
         )

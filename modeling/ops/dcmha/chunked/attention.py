@@ -13,7 +13,7 @@ from torch import Tensor
 from ...distance_tables import NO_TABLES, DistanceTables
 from ...masking import four_dimensional, mask_one_query, with_first_keys
 from ...modes import autocast, refuse_second_derivatives, under_transforms, without_autocast
-from ...operator_schema import arguments_of, as_tuples, results_of, tensors_for
+from ...operator_schema import NAMESPACE, arguments_of, as_tuples, results_of, tensors_for
 from ..composition import Composition, pack_factors
 from ..eager import dcmha_eager
 from .arguments import DIFFERENTIABLE, ChunkedInputs, ChunkedSettings, DecodeStep
@@ -24,7 +24,7 @@ ARGUMENTS = arguments_of(ChunkedInputs, ChunkedSettings)
 ARGUMENT_NAMES = (*ChunkedInputs._fields, *ChunkedSettings._fields)
 
 
-@torch.library.custom_op("dynattn::dcmha_chunked", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
+@torch.library.custom_op(f"{NAMESPACE}::dcmha_chunked", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
 def _forward_op(*arguments: Any) -> Tensor:
     """`attend` with the fields of `ChunkedInputs` and `ChunkedSettings` as arguments; returns `[B, T, H, D]`."""
     inputs, settings = as_tuples(arguments, ChunkedInputs, ChunkedSettings)
@@ -33,7 +33,7 @@ def _forward_op(*arguments: Any) -> Tensor:
 
 
 @torch.library.custom_op(
-    "dynattn::dcmha_chunked_backward",
+    f"{NAMESPACE}::dcmha_chunked_backward",
     mutates_args=(),
     schema=f"(Tensor grad_output, {ARGUMENTS}, bool mask_needs_grad) -> {tensors_for(DIFFERENTIABLE)}",
 )

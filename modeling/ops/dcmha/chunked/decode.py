@@ -13,6 +13,7 @@ from torch import Tensor
 from ...distance_tables import DistanceTables, at_distances
 from ...dtypes import at_least_float32
 from ...masking import key_distances, masked_softmax, split_mask
+from ...operator_schema import NAMESPACE
 from ...scaled_products import scaled_bmm
 from ..composition import SIDES, TENSORS, Composition, from_list, list_tensors
 from .arguments import DecodeStep
@@ -56,7 +57,7 @@ def _decode_as_operator(step: DecodeStep) -> Tensor:
     return _decode_op(step.query, step.key, step.value, factors, step.mask, step.groups, step.scaling, *tables)
 
 
-@torch.library.custom_op("dynattn::dcmha_decode", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::dcmha_decode", mutates_args=())
 def _decode_op(
     query: Tensor,
     key: Tensor,

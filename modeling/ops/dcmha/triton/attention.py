@@ -13,7 +13,7 @@ from torch import Tensor
 from ...distance_tables import NO_TABLES, DistanceTables
 from ...masking import four_dimensional, mask_one_query
 from ...modes import autocast, refuse_second_derivatives, under_transforms
-from ...operator_schema import arguments_of, as_tuples, results_of, tensors_for
+from ...operator_schema import NAMESPACE, arguments_of, as_tuples, results_of, tensors_for
 from ..chunked.attention import dcmha_chunked
 from ..composition import Composition, pack_factors
 from ..eager import dcmha_eager
@@ -161,7 +161,7 @@ ARGUMENTS = arguments_of(MapInputs, MapSettings)
 ARGUMENT_NAMES = (*MapInputs._fields, *MapSettings._fields)
 
 
-@torch.library.custom_op("dynattn::dcmha_triton", mutates_args=(), schema=f"({ARGUMENTS}) -> (Tensor, Tensor)")
+@torch.library.custom_op(f"{NAMESPACE}::dcmha_triton", mutates_args=(), schema=f"({ARGUMENTS}) -> (Tensor, Tensor)")
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     """`attend` as an operator, with the fields of `MapInputs` and `MapSettings` as arguments.
 
@@ -174,7 +174,7 @@ def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op(
-    "dynattn::dcmha_triton_backward",
+    f"{NAMESPACE}::dcmha_triton_backward",
     mutates_args=(),
     schema=f"(Tensor grad_output, Tensor lse, {ARGUMENTS}, bool[] wanted) -> {tensors_for(DIFFERENTIABLE)}",
 )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...distance_tables import NO_TABLES, DistanceTables
 from ...masking import split_mask
+from ...operator_schema import NAMESPACE
 from ..composition import Composition, list_tensors
 from .arguments import unspecialized
 from .kernels.registry import load_kernels
@@ -120,7 +121,7 @@ def decode(
     return _decode_op(query, key, value, *factors, mask, first_keys, *by_distance, *settings)
 
 
-@torch.library.custom_op("dynattn::dcmha_triton_decode", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::dcmha_triton_decode", mutates_args=())
 def _decode_op(
     query: Tensor,
     key: Tensor,
