@@ -35,10 +35,10 @@ def test_the_official_style_layer_gives_the_official_results(case: str) -> None:
 
 
 def test_golden_layers_of_every_type_are_there() -> None:
-    assert {name.partition("_")[0] for name in GOLDEN_LAYERS} == set(relative.TYPES)
+    assert {name.partition("_")[0] for name in GOLDEN_LAYERS} == set(relative.ATTENTION_TYPES)
 
 
-@pytest.mark.parametrize("kind", relative.TYPES)
+@pytest.mark.parametrize("kind", relative.ATTENTION_TYPES)
 @pytest.mark.parametrize("memory", [0, 9])
 def test_both_styles_of_a_layer_are_the_same_function(kind: str, memory: int) -> None:
     settings = replace(read_settings(BenchmarkArguments(batch_size=2)), dtype=torch.float64)
