@@ -506,8 +506,10 @@ def test_heads_may_lie_farther_apart_than_32_bits_count(case: Case, monkeypatch:
 def far_apart(rows: Tensor, distance: int) -> Tensor:
     """Returns the same `[1, H, T, D]` with heads `distance` elements apart; memory between them is never touched."""
     _, heads, length, width = rows.shape
-    storage = torch.empty((heads - 1) * distance + length * width, dtype=rows.dtype)
-    return storage.as_strided(rows.shape, (storage.numel(), distance, width, 1)).copy_(rows)
+    elements = (heads - 1) * distance + length * width
+    storage = torch.UntypedStorage(elements * rows.element_size())  # unlike a tensor, it is not filled with NaN
+    whole = torch.empty(0, dtype=rows.dtype).set_(storage, 0, (elements,))
+    return whole.as_strided(rows.shape, (elements, distance, width, 1)).copy_(rows)
 
 
 @interpreted
