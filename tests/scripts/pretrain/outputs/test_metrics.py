@@ -3,12 +3,15 @@
 import signal
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from accelerate.tracking import TensorBoardTracker
 from cases.training import run
 
 from dynattn.scripts.common.errors import StoppedError
+from dynattn.scripts.pretrain.outputs.metrics import MetricsLog
 
 
 def test_a_signal_while_tensorboard_starts_ends_the_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -18,6 +21,13 @@ def test_a_signal_while_tensorboard_starts_ends_the_run(corpus: Path, tmp_path: 
     monkeypatch.setattr(TensorBoardTracker, "start", start)
     with pytest.raises(StoppedError, match="stopped by SIGTERM"):
         run(tmp_path / "run", corpus, max_steps=2, warmup_steps=1)
+
+
+def test_tensorboard_drops_the_points_after_the_update_that_a_run_resumes_from(tmp_path: Path) -> None:
+    started: dict = {}
+    accelerator: Any = SimpleNamespace(is_main_process=False, init_trackers=lambda name, **given: started.update(given))
+    MetricsLog(tmp_path / "metrics.jsonl", accelerator, step=3)
+    assert started == {"init_kwargs": {"tensorboard": {"purge_step": 4}}}
 
 
 def test_wandb_offline_keeps_the_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
