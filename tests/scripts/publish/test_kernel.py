@@ -1,6 +1,7 @@
 """`dynattn kernel`: the repository that Hugging Face's `kernels` loads, where the package cannot be imported."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,7 +89,9 @@ def test_nothing_in_it_names_the_package(repository: Path) -> None:
     """Operators have names of their own, so that they do not replace those of the package."""
     for folder in (repository / "build").iterdir():
         sources = [path.read_text() for path in folder.glob("*.py")]
-        assert not any('"dynattn::' in source for source in sources)
+        operators = [name for source in sources for name in re.findall(r'custom_op\(\s*f"(.+?)"', source)]
+        assert operators and sum(source.count("custom_op(") for source in sources) == len(operators)
+        assert all(name.startswith("{NAMESPACE}::dcmha") for name in operators)  # the namespace is that of the copy
         assert not any(
             line.startswith(("import dynattn", "from dynattn")) for text in sources for line in text.split("\n")
         )
