@@ -154,7 +154,11 @@ def test_a_signal_stops_all_runs_of_a_sweep_at_checkpoints(tmp_path: Path):
 def test_a_signal_ends_a_process_that_is_being_started_without_a_traceback(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    worker = start(0, 1, 1.0, SweepTask(partial(time.sleep, 60), tmp_path / "1.log"))
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        worker = start(0, 1, 1.0, SweepTask(partial(time.sleep, 60), tmp_path / "1.log"))
+    finally:
+        signal.signal(signal.SIGINT, earlier)
     os.kill(worker.process.pid or 0, signal.SIGINT)
     _, failure = collect_answer(worker, tmp_path / "1.log")
     assert isinstance(failure, StoppedError)
