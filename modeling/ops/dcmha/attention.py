@@ -142,35 +142,25 @@ def dcmha_attention(
     ```
     """
     tables = DistanceTables(position_bias, position_gain, offset, compose_position_bias)
-    check_composed_call(
-        query,
-        key,
-        value,
-        pre=pre,
-        post=post,
-        scaling=scaling,
-        attention_mask=attention_mask,
-        sliding_window=sliding_window,
-        first_keys=first_keys,
-        tables=tables,
-    )
     options: dict[str, Any] = {
         "pre": pre,
         "post": post,
-        "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "scaling": scaling,
         "attention_mask": attention_mask,
-        "is_causal": is_causal,
         "sliding_window": sliding_window,
         "first_keys": first_keys,
+        "tables": tables,
     }
+    check_composed_call(query, key, value, **options)
+    options |= {"scaling": query.shape[-1] ** -0.5 if scaling is None else scaling, "is_causal": is_causal}
     if return_maps is not None:
         check_maps(return_maps, implementation)
         maps: dict[str, Tensor] = {}
-        output, _ = dcmha_eager(query, key, value, **options, tables=tables, hook=maps.setdefault)
+        output, _ = dcmha_eager(query, key, value, **options, hook=maps.setdefault)
         return output, AttentionMaps(**{name: maps[name] for name in return_maps})
     composed = pre is not None or post is not None
     name = choose_implementation(implementation, query, attention_mask, tables, composed=composed)
-    output, _ = IMPLEMENTATIONS[name](query, key, value, **options, tables=tables)
+    output, _ = IMPLEMENTATIONS[name](query, key, value, **options)
     return output
 
 
