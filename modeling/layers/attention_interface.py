@@ -1,6 +1,5 @@
 """Links the ops to Transformers: attention functions, their masks, the choice between them, and new ones of users."""
 
-from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -18,8 +17,8 @@ from ..ops.distance_tables import NO_TABLES, DistanceTables, refusing_tables
 
 logger = logging.get_logger(__name__)
 
-# The implementations that may return attention maps. `register_implementation` adds those of users.
-MAY_MAKE_MAPS = {"eager"}
+# The implementations of this package. Of these only `eager` makes attention maps; those that users register may, too.
+BUILT_IN = tuple(COMPOSING_IMPLEMENTATIONS)
 
 
 def compact_mask(
@@ -65,7 +64,7 @@ def compact_mask(
     return visible if is_tracing(visible) or not bool(visible.all()) else None
 
 
-def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+def attention_function(attend: Attention) -> Attention:
     """Returns the op `attend` as a function of Transformers' attention interface.
 
     The function takes `query` `[B, H, T, D]`, `key` and `value` `[B, H_kv, S, D]`, and a mask from `compact_mask`. It
@@ -101,12 +100,10 @@ def attention_function(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..
             return paged.attend(layer, query, key, value, pre, post, scaling, sliding_window, attend, tables), None
         masking = mask_arguments(attention_mask, sliding_window, getattr(module, "is_causal", True))
         mask = masking["attention_mask"]
-        composed: dict[str, Any] = {"pre": pre, "post": post, "scaling": scaling, "first_keys": first_keys}
+        others: Any = {"pre": pre, "post": post, "scaling": scaling, "first_keys": first_keys, "tables": tables}
         # The window that is checked is the caller's: the op gets none where its mask includes the window.
-        check_composed_call(
-            query, key, value, **composed, attention_mask=mask, sliding_window=sliding_window, tables=tables
-        )
-        return attend(query, key, value, **composed, **masking, tables=tables)
+        check_composed_call(query, key, value, **others, attention_mask=mask, sliding_window=sliding_window)
+        return attend(query, key, value, **others, **masking)
 
     return forward
 
@@ -120,7 +117,7 @@ def _refuse_dropout(dropout: float) -> None:
         )
 
 
-def mask_arguments(attention_mask: Tensor | None, sliding_window: int | None, is_causal: bool = True) -> dict[str, Any]:
+def mask_arguments(attention_mask: Tensor | None, sliding_window: int | None, is_causal: bool) -> dict[str, Any]:
     """The ops' arguments for a mask from `compact_mask`.
 
     A mask `[B, 1, T, S]` includes causality and window, which the op then must not apply again; a mask `[B, S]` or None
@@ -164,23 +161,20 @@ def implementation_for(config: Any, options: dict[str, Any]) -> str:
     name = config._attn_implementation
     if name not in COMPOSING_IMPLEMENTATIONS and not _is_registered_by_others(name):
         check_implementation(config, name)
-    if not options.get("output_attentions", config.output_attentions) or name in MAY_MAKE_MAPS:
+    may_make_maps = name == "eager" or (name in COMPOSING_IMPLEMENTATIONS and name not in BUILT_IN)
+    if may_make_maps or not options.get("output_attentions", config.output_attentions):
         return name
     logger.warning_once(f"attn_implementation={name!r} has no attention maps; 'eager' makes them")
     return "eager"
 
 
-# Transformers registers a function of its own as `eager`, so ours is not registered. A layer falls back to this one if
-# the name of its implementation is not registered.
+# Not registered: models of Transformers, each of which has an `eager` of its own, would then run this one instead.
 eager_attention_forward = attention_function(COMPOSING_IMPLEMENTATIONS["eager"])
 
 
 def registered_implementations() -> tuple[str, ...]:
-    """The implementations that Transformers' attention interface knows by name: all but `eager`, which is its own."""
+    """The implementations that Transformers' attention interface knows by name: all but `eager`."""
     return tuple(name for name in COMPOSING_IMPLEMENTATIONS if name != "eager")
-
-
-BUILT_IN = registered_implementations()
 
 
 def register_implementation(name: str, attend: Attention) -> None:
@@ -198,7 +192,6 @@ def register_implementation(name: str, attend: Attention) -> None:
     """
     check_new_implementation(name, attend)
     COMPOSING_IMPLEMENTATIONS[name] = IMPLEMENTATIONS[name] = checking_results(name, refusing_tables(name, attend))
-    MAY_MAKE_MAPS.add(name)
     _register_with_transformers(name)
 
 
@@ -206,11 +199,11 @@ def check_new_implementation(name: str, attend: Attention) -> None:
     """Raises the errors that `register_implementation` documents."""
     if not callable(attend):
         raise TypeError(f"the implementation {name!r} is a {type(attend).__name__}; give a function")
-    if name in (*BUILT_IN, "eager", "sdpa"):
+    if name in (*BUILT_IN, "sdpa"):
         raise ValueError(f"{name!r} is an implementation of dynattn; register yours under another name")
     if not isinstance(name, str) or not name or set(name) & set("|/:"):
         raise ValueError(f"{name!r} is no name of an implementation; give one without '|', '/' and ':'")
-    if name in ALL_ATTENTION_FUNCTIONS and name not in MAY_MAKE_MAPS:  # those registered here are in both
+    if name in ALL_ATTENTION_FUNCTIONS and name not in _OWN_FUNCTIONS:  # those registered here are in both
         raise ValueError(f"{name!r} is an implementation of Transformers; register yours under another name")
 
 
@@ -238,14 +231,14 @@ def _register_with_transformers(name: str) -> None:
 
 
 # Another copy of this code, which came with a model, may have registered functions under the same names.
-_OWN_FUNCTIONS: dict[str, Callable[..., tuple[Tensor, Any]]] = {}
+_OWN_FUNCTIONS: dict[str, Attention] = {}
 
 
-def attention_function_of(name: str) -> Callable[..., tuple[Tensor, Any]]:
+def attention_function_of(name: str) -> Attention:
     """The attention function of an implementation: ours, one that others registered, or that of `eager`."""
     return _OWN_FUNCTIONS.get(name) or ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
 
 # RCMHA has attention of its own, and Transformers looks up only its masks by these names.
-for _name in BUILT_IN:
+for _name in registered_implementations():
     _register_with_transformers(_name)

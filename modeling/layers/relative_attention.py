@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from ...configuration.relative_config import RelativeConfig
 from ..caches.offloading import await_copies, read_layer, update_layer
 from ..ops.dtypes import at_least_float32
-from ..ops.relative.attention import RELATIVE_IMPLEMENTATIONS, resolve_relative
+from ..ops.relative.attention import RELATIVE_IMPLEMENTATIONS, Attention, resolve_relative
 from ..ops.relative.eager import PositionTerms
 from ..positions.rotary import rotate
 from .headwise_conv import HeadwiseConv
@@ -70,7 +70,7 @@ class ConvolvedHeads(nn.Module):
         projected = conv.pad(projected) if extend is None else extend(projected)
         return conv(projected.unflatten(-1, (-1, self.head_dim)), document_positions).transpose(1, 2)
 
-    def implementation(self, name: str | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    def implementation(self, name: str | None) -> Attention:
         """The attention op of a call, by default the configuration's.
 
         `sdpa` replaces `chunked` where there are neither causality nor position tables: what is left is plain

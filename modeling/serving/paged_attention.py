@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops.dcmha.attention import Attention
 from ..ops.dcmha.chunked.paged_decode_native import attend_to_pages
 from ..ops.dcmha.composition import Composition
 from ..ops.dcmha.pages import Pages, without_keys
@@ -20,7 +21,6 @@ from ..ops.dcmha.triton.paged_decode import decode_pages
 from ..ops.distance_tables import NO_TABLES, DistanceTables
 from .paged_rows import RowLayout
 
-Attend = Callable[..., tuple[Tensor, Any]]
 # The implementations whose decoding reads rows in place; for others the rows are gathered.
 PAGED_DECODING = {"chunked": attend_to_pages, "triton": decode_pages}
 
@@ -128,7 +128,7 @@ class PagedAttention:
         post: Composition | None,
         scaling: float,
         sliding_window: int | None,
-        attend: Attend,
+        attend: Attention,
         tables: DistanceTables = NO_TABLES,
     ) -> Tensor:
         """Writes the rows of the new tokens, and returns their output `[1, T, H, D]`; padding behind them gets zeros.
@@ -170,7 +170,7 @@ class PagedAttention:
         query: Tensor,
         new: list[Tensor],
         stages: tuple[Composition | None, Composition | None],
-        attend: Attend,
+        attend: Attention,
         **options: Any,
     ) -> Tensor:
         """The output `[1, t, H, D]` of a request's `t` new tokens, which see the request's old rows and each other."""
@@ -192,7 +192,7 @@ class PagedAttention:
         rows: LayerRows,
         query: Tensor,
         stages: list[Composition | None],
-        attend: Attend,
+        attend: Attention,
         **options: Any,
     ) -> Tensor:
         """The output `[N, 1, H, D]` of queries `[N, H, 1, D]`, which see all rows of their requests."""
