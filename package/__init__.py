@@ -132,10 +132,10 @@ _FOLDERS = ("configuration", "modeling")
 
 def __getattr__(name: str) -> object:
     """Imports what `name` stands for (PEP 562)."""
-    if name not in _MODULES and name not in _FOLDERS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _FOLDERS:
         return import_module(f"{__name__}.{name}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

@@ -136,17 +136,13 @@ class PooledClassificationHead(EncoderHead):
             ValueError: labels do not fit, or the mean is to be taken and the mask does not tell the real tokens.
         """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
-        logits = self.classify(self._pool(outputs.last_hidden_state, attention_mask))
+        pool = first_token if self.config.classifier_pooling == "cls" else mean_of_tokens
+        logits = self.classify(pool(outputs.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
             check_class_labels(labels, logits, self.config)
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
         return SequenceClassifierOutput(loss=loss, logits=logits, **_recorded(outputs))
-
-    def _pool(self, hidden_states: Tensor, attention_mask: Any) -> Tensor:
-        """The first real token's hidden state, or the mean of all: `[B, E]` from hidden states `[B, T, E]`."""
-        pool = first_token if self.config.classifier_pooling == "cls" else mean_of_tokens
-        return pool(hidden_states, attention_mask)
 
 
 class EncoderTokenClassificationHead(EncoderHead):

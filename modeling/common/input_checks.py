@@ -35,7 +35,7 @@ def check_position_ids(position_ids: Tensor | None, inputs_embeds: Tensor) -> No
         )
 
 
-def check_attention_mask(attention_mask: Any, inputs_embeds: Tensor, cache: Cache | None, exact: bool = False) -> None:
+def check_attention_mask(attention_mask: Any, inputs_embeds: Tensor, cache: Cache | None, exact: bool) -> None:
     """Raises ValueError if a `[B, S]` mask does not fit embeddings `[B, T, E]`, or hides a whole row of the batch.
 
     Of masks `[B, 1, T, S]` only the dtype is checked, of prepared masks nothing. With a cache only the shape is

@@ -113,15 +113,6 @@ class ComposedAttention(nn.Module):
             output = self.differential.normalize(output)
         return self.o_proj(output.flatten(2)), weights
 
-    def assemble(self, factors: PackedFactors) -> tuple[Composition | None, Composition | None]:
-        """Returns (pre, post) from packed factors, as `DynamicComposition.assemble` does.
-
-        With differential heads, `post` also subtracts the probabilities of each pair.
-        """
-        assert self.composition is not None
-        pre, post = self.composition.assemble(factors)
-        return pre, post if self.differential is None else self.differential(post)
-
     def _attend(
         self,
         query: Tensor,
@@ -137,7 +128,9 @@ class ComposedAttention(nn.Module):
         attend = attention_function_of(name) if self.map_hooks is None else self.map_hooks.attend
         stages: dict[str, Composition | None] = {}
         if self.composition is not None:
-            stages["pre"], stages["post"] = self.assemble(factors)
+            stages["pre"], stages["post"] = self.composition.assemble(factors)
+        if self.differential is not None:
+            stages["post"] = self.differential(stages["post"])
         output, weights = attend(
             self,
             query,
