@@ -139,15 +139,14 @@ class ProductGradients(NamedTuple):
 
 
 def attend_chunk(
-    out: Tensor,
     query: Tensor,
     key_transposed: Tensor,
     value: Tensor,
     scaling: float,
     transform: ScoreTransform,
     buffers: list[Tensor],
-) -> None:
-    """Writes a chunk's output to `out` `[H, c, D]`; uses three buffers `[c, H, n]`.
+) -> Tensor:
+    """Returns a chunk's output `[H, c, D]`; uses three buffers `[c, H, n]`.
 
     Args:
         query: `[H, c, D]`.
@@ -158,7 +157,9 @@ def attend_chunk(
     multiply_heads(query, key_transposed, scaling, out=scores.transpose(0, 1))
     composed, probs = (scores, spare) if transform.pre is None else (spare, scores)
     weights = transform.forward(scores, composed, probs, probs, composed, scratch)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
     multiply_heads(weights.transpose(0, 1), value, out=out)
+    return out
 
 
 def attend_chunk_backward(

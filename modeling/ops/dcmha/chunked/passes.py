@@ -30,27 +30,23 @@ def attend(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
     library = library_for(inputs, settings)
     if library is not None:
         return attend_in_c(library, inputs, settings, structure)
-    batch, heads, queries, width = inputs.query.shape
     dtype = at_least_float32(inputs.query.dtype)
-    output = inputs.query.new_zeros((batch, heads, queries, width), dtype=dtype)
+    output = inputs.query.new_zeros(inputs.query.shape, dtype=dtype)
     composer = composer_for(inputs, structure)
     tables = read_tables(inputs, structure, dtype)
-    for index in range(batch):
+    for index in range(len(inputs.query)):
         item = read_item(inputs, settings, index, dtype)
         key_transposed, value = transpose_rows(item.key), item.value.contiguous()
         for chunk in query_chunks(structure, item, composer, FORWARD_BUFFERS):
-            chunk_queries, chunk_keys = chunk.visibility.queries, chunk.visibility.keys
-            out = output.new_empty(heads, chunk_queries.stop - chunk_queries.start, width)  # [H, c, D]
-            attend_chunk(
-                out,
-                item.query[:, chunk_queries].contiguous(),
-                key_transposed[:, :, chunk_keys],
-                value[:, chunk_keys],
+            queries, keys = chunk.visibility.queries, chunk.visibility.keys
+            output[index, :, queries] = attend_chunk(
+                item.query[:, queries].contiguous(),
+                key_transposed[:, :, keys],
+                value[:, keys],
                 settings.scaling,
                 chunk.transform(item, tables, settings.compose_bias),
                 chunk.buffers,
             )
-            output[index, :, chunk_queries] = out
     return output.transpose(1, 2).contiguous().to(inputs.query.dtype)
 
 

@@ -1,7 +1,7 @@
-"""The composer that needs no compiler.
+"""The composer that needs no compiler: `composed[i, :, j] = maps[i, :, j] @ (I + static + M_query[i] + M_key[j])`.
 
-Terms of the query side and the static matrix are applied as one matrix for each query, in a batched matrix product.
-Terms of the key side differ from key to key and are applied one by one, in place.
+The first three summands are one matrix [in, out] for each query, applied in a batched matrix product. The terms of
+`M_key`, low-rank and gate, differ from key to key and are applied one by one, in place.
 """
 
 import torch
