@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache
 
 from ..caches.composed_cache import upgrade_to_composed_cache
 from ..caches.key_places import first_query_offset, key_count
-from ..ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS
+from ..layers.attention_interface import registered_implementations
 from ..ops.distance_tables import NO_TABLES, DistanceTables
 from ..positions.absolute import make_absolute
 from ..positions.alibi import alibi_bias
@@ -39,8 +39,7 @@ class ComposedDecoderPreTrainedModel(ComposedPreTrainedModel, DecoderPreTrainedM
         This package does so if no other implementation can, or if the model runs with one of this package's
         implementations. `eager` does not count as one of them, because Transformers has an `eager`, too.
         """
-        chosen = self.config._attn_implementation in COMPOSING_IMPLEMENTATIONS.keys() - {"eager"}
-        return self.config.needs_own_ops or chosen
+        return self.config.needs_own_ops or self.config._attn_implementation in registered_implementations()
 
 
 class ComposedDecoderBody(DecoderBody):
