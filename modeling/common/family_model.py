@@ -38,6 +38,14 @@ class FamilyPreTrainedModel(PreTrainedModel):
         if isinstance(module, DistanceTable):
             module.reset_parameters()
 
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        """True: a model looks its implementation up in the configuration at every call.
+
+        Transformers would look for that in the source of the class, and a class that is defined in a notebook has none.
+        """
+        return True
+
     # The override is ignored because type checkers see Transformers' wrapped method as a plain function.
     def push_to_hub(self, repo_id: str, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
         """As in Transformers, which uploads the model's code only if the configuration names some (`auto_map`)."""

@@ -43,11 +43,6 @@ class RelativePreTrainedModel(FamilyPreTrainedModel):
             for table in (module.position_embeddings, module.position_bias, module.content_bias):
                 init.normal_(table, std=std)
 
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        """True: a layer looks its implementation up in the configuration at every call."""
-        return True
-
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         """The attention implementation that the model runs with, from the one that the caller asked for.
 

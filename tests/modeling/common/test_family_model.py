@@ -1,4 +1,4 @@
-"""What the models of all families share: an `initializer_range` that is taken as it is."""
+"""What the models of all families share: an `initializer_range` that is taken as it is, and a change of attention."""
 
 import pytest
 from torch import nn
@@ -15,3 +15,12 @@ def test_an_initializer_range_of_zero_makes_zeros(family: str) -> None:
     model = getattr(dynattn, f"{family}Model")(config)
     drawn = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding)]
     assert drawn and not any(module.weight.any() for module in drawn)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_class_without_source_changes_its_attention(family: str) -> None:
+    """A class that is defined in a notebook has no source, in which Transformers would look for how it attends."""
+    base = getattr(dynattn, f"{family}Model")
+    model = type("Variant", (base,), {"__module__": "notebook"})(base.config_class.from_size("tiny"))
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "eager"
