@@ -80,7 +80,7 @@ def pretrain(arguments: PretrainArguments) -> Result:
     with disk_errors_explained(run.path), tensorboard_errors_told_once():
         try:
             signals = StopSignals(accelerator.is_main_process, arguments.max_seconds)
-            with signals, occupied(accelerator, run, arguments.token_cache):
+            with signals, occupied(run, arguments.token_cache):
                 return run_job(engine, arguments, run, signals)
         finally:
             # A process that exits while its model still holds the process group can hang.
@@ -95,12 +95,10 @@ def run_job(engine: Engine, arguments: PretrainArguments, run: RunFolder, signal
         source_commit()  # the result names it, and the checkout may have changed by then
     sources = {name: getattr(arguments, name) for name in SOURCES}
     resume_from = on_main(
-        accelerator,
-        run.path,
-        lambda: run.start_point(arguments.resume, arguments.overwrite, arguments.max_steps, sources),
+        run.path, lambda: run.start_point(arguments.resume, arguments.overwrite, arguments.max_steps, sources)
     )
     plan = make_plan(engine, arguments, run, resume_from)
-    on_main(accelerator, run.path, lambda: run.begin(dataclasses.asdict(arguments), resume_from))
+    on_main(run.path, lambda: run.begin(dataclasses.asdict(arguments), resume_from))
     accelerator.print(describe(plan, engine, arguments, resume_from))
     accelerator.print(choose_attention(plan.model, arguments, accelerator.device))
     trainer = build_trainer(engine, arguments, run, plan, resume_from, signals)
@@ -109,13 +107,13 @@ def run_job(engine: Engine, arguments: PretrainArguments, run: RunFolder, signal
             validation = trainer.train()
     finally:
         trainer.checkpoints.close()
-    result = on_main(accelerator, run.path, lambda: summarize(trainer, validation, time.perf_counter() - started))
+    result = on_main(run.path, lambda: summarize(trainer, validation, time.perf_counter() - started))
     save_final(trainer, result)
     return result
 
 
 @contextmanager
-def occupied(accelerator: Accelerator, run: RunFolder, token_cache: str | None) -> Iterator[None]:
+def occupied(run: RunFolder, token_cache: str | None) -> Iterator[None]:
     """Keeps other runs out of the folder during the block, and removes files that a failure left unfinished."""
     lock = FolderLock(run.lock)
 
@@ -125,7 +123,7 @@ def occupied(accelerator: Accelerator, run: RunFolder, token_cache: str | None) 
         run.remove_leftovers()
 
     try:
-        on_main(accelerator, run.path, occupy)
+        on_main(run.path, occupy)
         yield
     finally:
         if lock.is_held:
@@ -155,15 +153,14 @@ def build_accelerator(arguments: PretrainArguments) -> Accelerator:
 
 def make_plan(engine: Engine, arguments: PretrainArguments, run: RunFolder, resume_from: Path | None) -> Plan:
     """Prepares the data and plans the run; if one process refuses it, all do, and an earlier run stays as it is."""
-    accelerator = engine.accelerator
     # Mistakes show before the data is prepared, which may take hours. Until then the vocabulary's size is not known.
-    on_main(accelerator, run.path, lambda: plan_config(arguments, {"vocab_size": LARGEST_VOCABULARY}))
+    on_main(run.path, lambda: plan_config(arguments, {"vocab_size": LARGEST_VOCABULARY}))
     on_all(run.path, lambda: check_device(engine, arguments))
-    on_main(accelerator, run.path, lambda: check_trackers(arguments.trackers))
-    source = on_main(accelerator, run.path, lambda: prepare(arguments, run))
+    on_main(run.path, lambda: check_trackers(arguments.trackers))
+    source = on_main(run.path, lambda: prepare(arguments, run))
     plan = on_all(run.path, lambda: build_plan(engine, arguments, run, source, resume_from))
     if resume_from is not None:
-        on_main(accelerator, run.path, lambda: check_same_run(resume_from, plan.fingerprint))
+        on_main(run.path, lambda: check_same_run(resume_from, plan.fingerprint))
     return plan
 
 
@@ -201,7 +198,7 @@ def build_trainer(
         average = WeightAverage(accelerator.unwrap_model(model), arguments.ema_decay)
     if resume_from is not None:
         progress = checkpoint.load(engine, resume_from, model, optimizer, plan.memory, average)
-        on_main(accelerator, run.path, lambda: run.leave_later_checkpoints(progress.step))
+        on_main(run.path, lambda: run.leave_later_checkpoints(progress.step))
     return Trainer(
         engine=engine,
         arguments=arguments,
@@ -229,7 +226,7 @@ def save_final(trainer: Trainer, result: Result) -> None:
     if trainer.average is not None:
         with trainer.average.in_place(accelerator.unwrap_model(trainer.model)):
             averages, averaged = trainer.engine.full_weights(trainer.model), result_of_average(trainer, result)
-            on_main(accelerator, run.path, lambda: save_model(trainer, partial_path(run.average), averages, averaged))
+            on_main(run.path, lambda: save_model(trainer, partial_path(run.average), averages, averaged))
 
     def save() -> None:
         save_model(trainer, partial, weights, result)
@@ -242,7 +239,7 @@ def save_final(trainer: Trainer, result: Result) -> None:
         result.write(run.result, trainer.arguments)
         put_in_place(partial, run.model)
 
-    on_main(accelerator, run.path, save)
+    on_main(run.path, save)
 
 
 def result_of_average(trainer: Trainer, result: Result) -> Result:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from accelerate import Accelerator
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
 from ..common.disk_errors import disk_errors_explained
@@ -13,14 +13,14 @@ from ..common.errors import UserError
 Value = TypeVar("Value")
 
 
-def on_main(accelerator: Accelerator, output: Path, work: Callable[[], Value]) -> Value:
-    """Runs `work` on the main process once all have arrived; its value or its `UserError` reaches every process.
+def on_main(output: Path, work: Callable[[], Value]) -> Value:
+    """Runs `work`, which may write `output`, on the main process once all have arrived.
 
-    Args:
-        output: the folder that the work may write.
+    Its value or its `UserError` reaches every process.
     """
-    accelerator.wait_for_everyone()
-    outcome = [attempt(work, output) if accelerator.is_main_process else (None, None)]
+    processes = PartialState()
+    processes.wait_for_everyone()
+    outcome = [attempt(work, output) if processes.is_main_process else (None, None)]
     broadcast_object_list(outcome)
     value, mistake = outcome[0]
     if mistake is not None:

@@ -75,7 +75,7 @@ class CheckpointWriter:
             save_random_state(random_state_file(partial, self.accelerator.process_index), self.accelerator.device)
             memory.save(partial, self.accelerator)
 
-        on_main(self.accelerator, self.folder, begin)
+        on_main(self.folder, begin)
         on_all(self.folder, write_share)
         self._pending = self._begin_tensors(final, state, tensors)
         if self._thread is None:
@@ -92,11 +92,8 @@ class CheckpointWriter:
         pending, self._pending = self._pending, None
         mine = on_all(self.folder, pending.files)
         files = {name: measured for share in gather_object([mine]) for name, measured in share.items()}
-        on_main(
-            self.accelerator,
-            self.folder,
-            lambda: checkpoint.complete(pending.final, {**pending.state, "files": files}, self.keep),
-        )
+        state = {**pending.state, "files": files}
+        on_main(self.folder, lambda: checkpoint.complete(pending.final, state, self.keep))
 
     def close(self) -> None:
         """Waits for the thread. A checkpoint that was not finished stays incomplete, and is removed as a leftover."""
