@@ -10,7 +10,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from ..common.environment_variables import variables_set
+from accelerate.utils import patch_environment
+
 from ..common.errors import StoppedError, UserError
 from ..common.signals import SIGNALS, heard_signals, signals_held_back, signals_received
 
@@ -92,7 +93,7 @@ def start(slot: int, at_once: int, value: float, task: SweepTask[Any]) -> Worker
     answers, ending = multiprocessing.Pipe(duplex=False)
     # A process that is forked after PyTorch has used its threads can hang.
     process = multiprocessing.get_context("spawn").Process(target=_work, args=(task, ending))
-    with variables_set(share_of(slot, at_once, os.environ, os.cpu_count() or 1)), signals_held_back():
+    with patch_environment(**share_of(slot, at_once, os.environ, os.cpu_count() or 1)), signals_held_back():
         process.start()
     ending.close()
     return Worker(slot, value, process, answers)

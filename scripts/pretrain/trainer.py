@@ -8,7 +8,7 @@ from itertools import islice
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -19,7 +19,7 @@ from .data.batch_order import ProcessBatches
 from .data.objectives import Examples
 from .engines.interface import Engine
 from .fingerprint import sharing_of
-from .guard import DivergedError, Guard, RollbackError, find_fault, remember
+from .guard import Batch, DivergedError, Guard, RollbackError, find_fault, remember
 from .model import loss_options
 from .outputs.checkpoint import TrainingProgress
 from .outputs.checkpoint_writer import CheckpointWriter
@@ -30,10 +30,8 @@ from .outputs.throughput import Throughput
 from .plan import Plan
 from .schedule import group_schedules, prepare_update
 from .stopping import StopSignals, ignore_signals
-from .validation import Validation, to_device, validate
+from .validation import Validation, validate
 from .weight_average import WeightAverage
-
-Batch = dict[str, Tensor]
 
 
 @dataclass
@@ -169,7 +167,8 @@ class Trainer:
         total = torch.zeros((), device=device)
         for index, batch in enumerate(batches):
             with self.engine.accumulating(self.model, is_last=index == len(batches) - 1):
-                loss = memory.loss(self.model, {**to_device(batch, device), **options}, index)
+                placed = send_to_device(batch, device, non_blocking=True)
+                loss = memory.loss(self.model, {**placed, **options}, index)
                 self.engine.backward(loss)
             total += loss.detach()
         return torch.stack([total, total.new_tensor(sum(counts))])
@@ -196,7 +195,7 @@ class Trainer:
     def _forward(self, batch: Batch) -> Tensor:
         """The loss `[]` of a batch of `[B, T]` without carried memory."""
         options = loss_options(self.accelerator.unwrap_model(self.model))
-        return self.model(**to_device(batch, self.accelerator.device), **options, use_cache=False).loss
+        return self.model(**send_to_device(batch, self.accelerator.device), **options, use_cache=False).loss
 
     def _log_training(self, norm: float) -> None:
         """Writes a line of training metrics: mean loss since the last one, learning rates, gradient norm and speed."""

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-from accelerate.utils import gather_object
-from torch import Tensor, nn
+from accelerate.utils import gather_object, send_to_device
+from torch import nn
 from torch.utils.data import default_collate
 
 from ..common.carried_memory import CarriedMemory
@@ -67,18 +67,14 @@ def validate(
     for indices in share:
         batch = default_collate([examples[index, index] for index in indices])
         targets += objective.count(batch)
-        nats += memory.loss(scorer, {**to_device(batch, accelerator.device), **options}).item()
+        placed = send_to_device(batch, accelerator.device, non_blocking=True)
+        nats += memory.loss(scorer, {**placed, **options}).item()
     # A collective engine needs all processes in each forward pass, so those with fewer batches repeat one.
     for _ in range(len(share), rounds):
-        batch = to_device(default_collate([examples[0, 0]]), accelerator.device)
+        batch = send_to_device(default_collate([examples[0, 0]]), accelerator.device)
         memory.empty_copy().loss(scorer, {**batch, **options})
     engine.end_scoring(unwrapped)
     unwrapped.train(was_training)
     sums = gather_object([(nats, targets)])
     text_bytes = sequences.text_bytes if isinstance(objective, CausalLM) else None
     return Validation.from_sums(sum(n for n, _ in sums), sum(t for _, t in sums), text_bytes)
-
-
-def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """A batch of `[B, T]` on a device."""
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

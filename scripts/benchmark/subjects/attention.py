@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import patch_environment
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -15,7 +16,6 @@ from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, dcmh
 from dynattn.modeling.ops.dcmha.composition import Composition
 from dynattn.modeling.ops.masking import visible_keys
 
-from ...common.environment_variables import variables_set
 from ..baselines import x_transformers
 from ..baselines.dcmha import attend_in_chunks, attend_sdpa, attend_whole
 from ..harness.accuracy import Results
@@ -153,7 +153,7 @@ def call_op(inputs: OpInputs, implementation: str) -> Tensor:
 @contextmanager
 def compiling_as(mode: str) -> Iterator[None]:
     """Sets the variable that decides what our op compiles, for a while."""
-    with variables_set({COMPILE_VARIABLE: mode}):
+    with patch_environment(**{COMPILE_VARIABLE: mode}):
         yield
 
 

@@ -6,11 +6,11 @@ from random import Random
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
 from torch import Tensor
 
 from dynattn import Composition, dcmha_attention
 from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS
-from dynattn.scripts.common.environment_variables import variables_set
 
 from ..harness import Case, Kind
 from ..tensors import (
@@ -229,7 +229,7 @@ def is_chosen(leaf: str, case: Case, implementation: str) -> bool:
 @contextmanager
 def composing(name: str) -> Iterator[str | None]:
     """Chooses what the chunked implementation composes with; yields the name that the op takes."""
-    with variables_set({"DYNATTN_COMPILE": "0" if name == "chunked" else "auto"}):
+    with patch_environment(DYNATTN_COMPILE="0" if name == "chunked" else "auto"):
         yield {"C code": "chunked", "default": None}.get(name, name)
 
 
