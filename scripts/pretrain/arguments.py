@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ..common.arguments import parse_mapping
@@ -60,12 +61,13 @@ class PretrainArguments(RangedOptions):
         return self.composition_learning_rate is not None or self.freeze_parent_steps > 0
 
     def of_sweep(self, name: str, value: float) -> "PretrainArguments":
-        """The arguments of one run of the sweep, in which the argument `name` is `value`.
+        """The arguments of one run of the sweep, in which the argument `name` is `value`, with a folder below `output`.
 
         Raises:
             UserError: the value is out of range, or contradicts another.
         """
-        changes: dict[str, Any] = {name: value, "sweep": None, "sweep_workers": 1}
+        output = str(Path(self.output) / f"{name}={value:g}")
+        changes: dict[str, Any] = {name: value, "output": output, "sweep": None, "sweep_workers": 1}
         try:
             return replace(self, **changes)
         except UserError as error:

@@ -20,6 +20,7 @@ from .arguments import PretrainArguments
 from .guard import DivergedError
 from .job import pretrain
 from .options.sweep import Sweep
+from .outputs.run_folder import RunFolder
 from .same_texts import check_same_texts
 from .sweep_processes import SweepTask, run_tasks
 
@@ -71,12 +72,10 @@ def run_sweep(arguments: PretrainArguments) -> str:
     record = folder / "sweep.json"
     settings = {name: value for name, value in asdict(arguments).items() if name not in FREE_SETTINGS}
     known = read_outcomes(record, settings)
-    check_same_texts(
-        replace(arguments.of_sweep(sweep.name, value), output=str(output_of(folder, sweep.name, value)))
-        for value in sweep.values
-    )
-    left = {value: partial(run_one, arguments, sweep.name, value, folder, started) for value in sweep.values}
-    for outcome in make_runs({value: run for value, run in left.items() if value not in known}, arguments):
+    check_same_texts(arguments.of_sweep(sweep.name, value) for value in sweep.values)
+    left = [value for value in sweep.values if value not in known]
+    runs = {value: partial(run_one, arguments, sweep.name, value, started) for value in left}
+    for outcome in make_runs(runs, arguments):
         known[outcome.value] = outcome
         write_json(record, {"settings": settings, "runs": [asdict(one) for one in known.values()]}, indent=1)
     outcomes = [known[value] for value in sweep.values]
@@ -101,35 +100,29 @@ def make_runs(runs: Mapping[float, Callable[[], Outcome]], arguments: PretrainAr
         yield outcome
 
 
-def run_one(arguments: PretrainArguments, name: str, value: float, folder: Path, started: float) -> Outcome:
+def run_one(arguments: PretrainArguments, name: str, value: float, started: float) -> Outcome:
     """Makes or resumes one run, or reads its result if it has ended.
 
     Args:
         started: when the sweep began; the run may take what is then left of `max_seconds`.
     """
-    output, limit = output_of(folder, name, value), arguments.max_seconds
-    if (output / "model").exists():  # appears last
-        result = read_json(output / "result.json", f"remove {output} to repeat the run")
-        check_same_options(output, result["arguments"], arguments.of_sweep(name, value))
-        return Outcome(value, result["validation_loss"])
-    changes: dict[str, Any] = {
-        "output": str(output),
-        "token_cache": arguments.token_cache or (None if arguments.streaming else str(folder / "token_cache")),
-        "max_seconds": None if limit is None else max(1.0, limit - (time.monotonic() - started)),
-    }
+    asked, limit = arguments.of_sweep(name, value), arguments.max_seconds
+    run = RunFolder(Path(asked.output))
+    if run.model.exists():  # appears last
+        stored = read_json(run.result, f"remove {run.path} to repeat the run")
+        check_same_options(stored["arguments"], asked)
+        return Outcome(value, stored["validation_loss"])
+    shared = None if arguments.streaming else str(Path(arguments.output) / "token_cache")
+    left = None if limit is None else max(1.0, limit - (time.monotonic() - started))
     print(f"\n{name}: {value:g}", flush=True)
     try:
-        return Outcome(value, pretrain(replace(arguments.of_sweep(name, value), **changes)).validation_loss)
+        result = pretrain(replace(asked, token_cache=asked.token_cache or shared, max_seconds=left))
     except DivergedError as error:
         return Outcome(value, None, str(error))
+    return Outcome(value, result.validation_loss)
 
 
-def output_of(folder: Path, name: str, value: float) -> Path:
-    """The folder of one run."""
-    return folder / f"{name}={value:g}"
-
-
-def check_same_options(output: Path, trained: dict[str, Any], asked: PretrainArguments) -> None:
+def check_same_options(trained: dict[str, Any], asked: PretrainArguments) -> None:
     """Raises UserError if a run that has ended was trained with other options than the sweep asks for now."""
     free = {*FREE_SETTINGS, "output", "token_cache", "sweep"}
     now = json.loads(json.dumps(asdict(asked), default=str))
@@ -137,7 +130,7 @@ def check_same_options(output: Path, trained: dict[str, Any], asked: PretrainArg
         before = trained.get(option, value)  # earlier versions lack options of later ones
         if option not in free and before != value:
             raise UserError(
-                f"{output} was trained with {option}={before}, and not {value}; remove it, or give another output"
+                f"{asked.output} was trained with {option}={before}, and not {value}; remove it, or give another output"
             )
 
 
