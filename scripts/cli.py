@@ -12,7 +12,7 @@ from pathlib import Path
 from dynattn import __version__
 
 from .common.commands import CommandTable
-from .common.errors import StoppedError, UserError, last_line, printable
+from .common.errors import StoppedError, UserError, in_one_line, last_line, printable
 from .common.launcher import is_first_process
 from .common.signals import signals_end_the_block
 
@@ -103,8 +103,7 @@ def _run(argv: list[str]) -> int:
         with signals_end_the_block():
             return JOBS.run(argv)
     except UserError as error:
-        # One line, even if the message quotes a text of several lines.
-        _tell(f"{error.command or JOBS.prog}: error: {printable(' '.join(str(error).split()))}")
+        _tell(f"{error.command or JOBS.prog}: error: {printable(in_one_line(error))}")
         return 2
     except StoppedError as stopped:
         _tell(f"\n{stopped}")

@@ -54,6 +54,11 @@ def last_line(error: BaseException | str) -> str:
     return _lines(error)[-1].removeprefix("ValueError: ")
 
 
+def in_one_line(error: BaseException) -> str:
+    """The whole message of an error in one line, for errors whose cause may be in any of its lines."""
+    return " ".join(str(error).split())
+
+
 def refusal_of(error: Exception) -> str:
     """Why something refused what is in a file, such as a model its `config.json`, in one line.
 

@@ -38,7 +38,7 @@ from ..common.arguments import suggest
 from ..common.carried_memory import check_memory
 from ..common.checkpoint_files import check_has_config
 from ..common.checkpoint_loading import check_loaded, reads_both_ways
-from ..common.errors import UserError, refusal_of
+from ..common.errors import UserError, in_one_line, refusal_of
 from ..common.special_tokens import start_token_id
 from .arguments import PretrainArguments
 from .data.position_sampling import check_reads_positions
@@ -104,7 +104,7 @@ def build_model(arguments: PretrainArguments, config: PreTrainedConfig, *, on_me
         checkpoint_activations_if_asked(model, arguments)
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         source = arguments.init_from or config.model_type
-        reason = refusal_of(error) if isinstance(error, SafetensorError) else _one_line(error)
+        reason = refusal_of(error) if isinstance(error, SafetensorError) else in_one_line(error)
         raise UserError(f"cannot build the model {source!r}: {reason}") from error
     if arguments.treats_composition_apart and not composition_weights(model):
         raise UserError(
@@ -151,7 +151,7 @@ def check_attention(arguments: PretrainArguments, device: torch.device) -> None:
     try:
         load_kernels(device)
     except (ImportError, ValueError) as error:
-        raise UserError(f"attn_implementation=triton cannot be used: {_one_line(error)}") from error
+        raise UserError(f"attn_implementation=triton cannot be used: {in_one_line(error)}") from error
 
 
 def choose_attention(model: PreTrainedModel, arguments: PretrainArguments, device: torch.device) -> str:
@@ -268,7 +268,7 @@ def _new_config(arguments: PretrainArguments, overrides: dict[str, Any]) -> PreT
     try:
         return config_class(**overrides) if size is None else config_class.from_size(size, **overrides)
     except (StrictDataclassError, ValueError, TypeError) as error:
-        raise UserError(f"model_config is not valid for {model_type}: {_one_line(error)}") from error
+        raise UserError(f"model_config is not valid for {model_type}: {in_one_line(error)}") from error
 
 
 def _choose_size(config_class: Any, size: str | None) -> str | None:
@@ -293,7 +293,7 @@ def _load_config(arguments: PretrainArguments) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"cannot load init_from={name}: {_one_line(error)}; give a folder or a Hub name") from error
+        raise UserError(f"cannot load init_from={name}: {in_one_line(error)}; give a folder or a Hub name") from error
     _check_objective(type(config), arguments.objective, f"init_from={name}, a {config.model_type},")
     return config
 
@@ -320,8 +320,3 @@ def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments) -> None:
             f"mask_documents keeps documents apart by positions that restart, and a {config.model_type} does not "
             "read them so; give mask_documents: false (--no_mask_documents)"
         )
-
-
-def _one_line(error: Exception) -> str:
-    """The whole message of an error in one line, because its cause may be in any of its lines."""
-    return " ".join(str(error).split())
