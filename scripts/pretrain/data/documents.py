@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, Value, concatenate_d
 from datasets.table import CastError
 
 from ...common.builtin_corpus import Split, builtin_conversations, builtin_corpus_name, builtin_documents
-from ...common.errors import UserError, first_line
+from ...common.errors import UserError, first_line, in_one_line
 from ..arguments import PretrainArguments
 from .files import LOADERS, find_files, leave_out_empty
 from .indexed_names import is_indexed
@@ -122,8 +122,9 @@ def load_text(source: str, arguments: PretrainArguments, split: str) -> Dataset:
     if files is None:
         parts = [_load_hub(source, arguments.dataset_config, split)]
     else:
-        files = leave_out_empty(files)
-        parts = [_load_files(suffix, files) for suffix in LOADERS if any(path.suffix == suffix for path in files)]
+        filled = leave_out_empty(files)
+        kinds = ([path for path in filled if path.suffix == suffix] for suffix in LOADERS)
+        parts = [_load_files(kind) for kind in kinds if kind]
     try:
         dataset = concatenate_datasets([_select(part, arguments, source) for part in parts])
         dataset = dataset.filter(
@@ -147,7 +148,7 @@ def load_stream(source: str, arguments: PretrainArguments) -> IterableDataset:
         files = leave_out_empty(files)
         if len(kinds := sorted({file.suffix for file in files})) > 1:
             raise UserError(f"{source} mixes {' and '.join(kinds)} files, and streaming reads one kind; convert them")
-        stream = _load_files(kinds[0], files, streaming=True)
+        stream = _load_files(files, streaming=True)
     column = arguments.chat_column or arguments.text_column
     if stream.column_names is not None:
         _check_column(stream.column_names, column, "chat_column" if arguments.chat_column else "text_column", source)
@@ -205,32 +206,31 @@ def iterate_texts(dataset: Dataset) -> Iterator[list[str]]:
         yield batch["text"]
 
 
-def _load_files(suffix: str, files: list[Path], streaming: bool = False) -> Any:
-    """A `Dataset` of all `files` of one kind, or an `IterableDataset`."""
-    chosen = [path for path in files if path.suffix == suffix]
-    patterns = [glob.escape(str(path)) for path in chosen]
+def _load_files(files: list[Path], streaming: bool = False) -> Any:
+    """A `Dataset` of all `files`, which are of one kind, or an `IterableDataset`."""
+    patterns, loader = [glob.escape(str(path)) for path in files], LOADERS[files[0].suffix]
     # A byte order mark is no part of a text; JSON and Parquet files are read without it.
-    options = {"sample_by": "document", "encoding": "utf-8-sig"} if suffix == ".txt" else {}
+    options = {"sample_by": "document", "encoding": "utf-8-sig"} if loader == "text" else {}
     try:
         # The cache of datasets tells files apart by path and time, and `rsync` may leave another file with the same.
-        sizes = zlib.crc32(repr([path.stat().st_size for path in chosen]).encode())
+        sizes = zlib.crc32(repr([path.stat().st_size for path in files]).encode())
         return load_dataset(
-            LOADERS[suffix], f"sizes-{sizes:08x}", data_files=patterns, split="train", streaming=streaming, **options
+            loader, f"sizes-{sizes:08x}", data_files=patterns, split="train", streaming=streaming, **options
         )
     except Exception as error:  # the loaders raise whatever their parser raised
         cause = error.__cause__ or error
-        if isinstance(cause, OSError) and cause.filename and Path(str(cause.filename)) not in chosen:
+        if isinstance(cause, OSError) and cause.filename and Path(str(cause.filename)) not in files:
             raise UserError(
                 f"the cache of datasets cannot be written: {first_line(cause)}; set HF_HOME to a folder that can"
             ) from error
-        rest = f" and {len(chosen) - 1} more files" if len(chosen) > 1 else ""
-        raise UserError(f"cannot read {chosen[0]}{rest} as {LOADERS[suffix]}: {reason_of(cause)}") from error
+        rest = f" and {len(files) - 1} more files" if len(files) > 1 else ""
+        raise UserError(f"cannot read {files[0]}{rest} as {loader}: {reason_of(cause)}") from error
 
 
 def reason_of(error: BaseException) -> str:
     """What an error of `datasets` says, in one line."""
     # The first line of this error says nothing; all of it names the columns that files do not share.
-    return " ".join(str(error).split()) if isinstance(error, CastError) else first_line(error)
+    return in_one_line(error) if isinstance(error, CastError) else first_line(error)
 
 
 def _load_hub(name: str, config: str | None, split: str, streaming: bool = False) -> Any:

@@ -67,10 +67,10 @@ def _open_validation(folder: Path, arguments: PretrainArguments, tokenizer: PreT
         return _as_sequences(data, range(_count(data, arguments)), arguments, tokenizer, score_all=True)
     if len(arguments.sources) > 1:
         raise UserError("a mixture of tokens that exist already holds nothing out; name validation_dataset")
-    dataset = arguments.dataset if arguments.mixture is None else next(iter(arguments.sources.values())).dataset
-    data = _open_indexed(dataset, tokenizer)
+    (source,) = arguments.sources.values()
+    data = _open_indexed(source.dataset, tokenizer)
     whole = _count(data, arguments)
-    held_out = range(whole - _held_out(whole, arguments, dataset), whole)
+    held_out = range(whole - _held_out(whole, arguments, source.dataset), whole)
     return _as_sequences(data, held_out, arguments, tokenizer, score_all=True)
 
 
