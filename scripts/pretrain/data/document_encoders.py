@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from ...common.errors import UserError, first_line
 from ...common.special_tokens import start_token_id
 from .chat_template import digest_of
-from .token_stream import TARGETS, TOKENS
 from .tokenizer import fingerprint
 
 # Tokenizing a text takes many times its size in memory, so a long document is tokenized in parts.
@@ -39,13 +38,6 @@ class Encoded:
     lengths: NDArray[np.int64]
     text_bytes: int
     targets: NDArray[np.bool_] | None = None
-
-    def column(self, name: str) -> NDArray[Any]:
-        """The array that is written into the file `name` of a token stream."""
-        columns = {TOKENS: self.tokens, TARGETS: self.targets}
-        chosen = columns.get(name, self.lengths)
-        assert chosen is not None, f"{name} needs an encoder that marks targets"
-        return chosen
 
 
 class Encoder(ABC):

@@ -70,8 +70,9 @@ def write_stream(
         rest = dataset.select(range(written.documents, len(dataset)))
         noted = written.documents
         for batch in encode_batches(iterate_texts(rest), encoder, workers):
+            columns: dict[str, Any] = {TOKENS: batch.tokens, LENGTHS: batch.lengths, TARGETS: batch.targets}
             for name, file in files.items():
-                file.write(batch.column(name).tobytes())
+                file.write(columns[name].tobytes())
             written.add(batch)
             bar.update(len(batch.tokens))
             if written.documents - noted >= NOTE_DOCUMENTS:
