@@ -85,12 +85,9 @@ def estimate(arguments: PretrainArguments, gpu: Gpu, count: int) -> Estimate:
         workspace=workspace,
         period=period_of(config),
     )
-    kept = {
-        "moments": moment_bytes(model, arguments),
-        "averages": rehearsal.weights * (arguments.ema_decay is not None),
-    }
-    group = arguments.shard_processes or gpu.node
-    memory = {name: engine_memory(name, rehearsal, count, group, bf16=bf16, **kept) for name in ENGINES}
+    averages = 0 if arguments.ema_decay is None else rehearsal.weights
+    optimizer, group = moment_bytes(model, arguments) + averages, arguments.shard_processes or gpu.node
+    memory = {name: engine_memory(name, rehearsal, count, group, bf16=bf16, optimizer=optimizer) for name in ENGINES}
     rate = count * (gpu.bfloat16_rate if bf16 else gpu.float32_rate) * RECORDED_MFU / plain
     tokens_per_update = arguments.batch_size * arguments.gradient_accumulation_steps * count * length
     return Estimate(
@@ -193,11 +190,9 @@ def _memory_line(name: str, memory: EngineMemory, gpu: Gpu) -> str:
 def _time_lines(found: Estimate, arguments: PretrainArguments, count: int) -> list[str]:
     if found.days is None or found.updates is None:
         return ["time: give max_steps to estimate it; the number of updates is not known without the data"]
-    tokens, hours = found.updates * found.tokens_per_update, found.days * HOURS_A_DAY
+    tokens, gpu_hours = found.updates * found.tokens_per_update, found.days * HOURS_A_DAY * count
     each = f" in each of {found.runs} runs" if found.runs > 1 else ""
     lines = [f"time: {tokens:,} tokens in {found.updates:,} updates{each} take {found.days:,.2f} days (estimated)"]
-    if arguments.price_per_gpu_hour is None:
-        return [*lines, f"cost: {hours * count:,.0f} GPU hours; give price_per_gpu_hour for a sum"]
-    cost = hours * count * arguments.price_per_gpu_hour
-    price = arguments.price_per_gpu_hour
-    return [*lines, f"cost: {hours * count:,.0f} GPU hours at {price:g} are {cost:,.0f} (estimated)"]
+    if (price := arguments.price_per_gpu_hour) is None:
+        return [*lines, f"cost: {gpu_hours:,.0f} GPU hours; give price_per_gpu_hour for a sum"]
+    return [*lines, f"cost: {gpu_hours:,.0f} GPU hours at {price:g} are {gpu_hours * price:,.0f} (estimated)"]

@@ -232,7 +232,7 @@ class EngineMemory:
 
 
 def engine_memory(
-    name: str, rehearsal: Rehearsal, gpus: int, group: int, *, bf16: bool, moments: int, averages: int = 0
+    name: str, rehearsal: Rehearsal, gpus: int, group: int, *, bf16: bool, optimizer: int
 ) -> EngineMemory:
     """What one process of the engine `name` needs on `gpus` GPUs.
 
@@ -240,24 +240,21 @@ def engine_memory(
 
     Args:
         group: how many GPUs share the weights of a replica in HSDP.
-        moments: bytes of the optimizer's state for all weights.
-        averages: bytes of the weights' moving averages, if they are kept.
+        optimizer: bytes of the optimizer's state for all weights, and of their moving averages, if they are kept.
     """
     whole = rehearsal.weights
     if name.startswith("zero"):
-        return _zero_memory(int(name[-1]), rehearsal, gpus, moments + averages)
+        return _zero_memory(int(name[-1]), rehearsal, gpus, optimizer)
     if name == "ddp":
         copies = whole if gpus > 1 else 0
-        return EngineMemory(whole, whole, moments + averages, copies, rehearsal.activations)
+        return EngineMemory(whole, whole, optimizer, copies, rehearsal.activations)
     share = min(gpus, group) if name == "hsdp" else gpus
     # Three times a layer: the weights of the layer that runs, of the next one, which is fetched, and one's gradients.
     pieces = 3 * rehearsal.largest_layer * (BFLOAT16 if bf16 else FLOAT32) // FLOAT32
-    return EngineMemory(
-        whole // share, whole // share, (moments + averages) // share, pieces, rehearsal.activations_in_shards
-    )
+    return EngineMemory(whole // share, whole // share, optimizer // share, pieces, rehearsal.activations_in_shards)
 
 
-def _zero_memory(stage: int, rehearsal: Rehearsal, gpus: int, moments: int) -> EngineMemory:
+def _zero_memory(stage: int, rehearsal: Rehearsal, gpus: int, optimizer: int) -> EngineMemory:
     """What one process of DeepSpeed's ZeRO needs, with float32 weights.
 
     The optimizer updates a copy of the process's share of the weights, and gradients are exchanged through a buffer.
@@ -265,4 +262,4 @@ def _zero_memory(stage: int, rehearsal: Rehearsal, gpus: int, moments: int) -> E
     whole, share = rehearsal.weights, rehearsal.weights // gpus
     buffers = min(BUCKET_ELEMENTS * FLOAT32, whole) + (3 * rehearsal.largest_layer if stage == 3 else 0)
     weights, gradients = share if stage == 3 else whole, whole if stage == 1 else share
-    return EngineMemory(weights, gradients, moments // gpus + share, buffers, rehearsal.activations)
+    return EngineMemory(weights, gradients, optimizer // gpus + share, buffers, rehearsal.activations)

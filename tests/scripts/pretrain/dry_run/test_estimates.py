@@ -128,7 +128,7 @@ def test_checkpointing_and_sharding_need_less():
     weights = sum(weight.numel() * 4 for weight in dcformer(2).parameters())
     assert plain.weights == weights
     ddp, zero1, zero2, zero3, fsdp = (
-        engine_memory(n, plain, 16, 8, bf16=False, moments=2 * weights)
+        engine_memory(n, plain, 16, 8, bf16=False, optimizer=2 * weights)
         for n in ("ddp", "zero1", "zero2", "zero3", "fsdp2")
     )
     assert (ddp.weights, ddp.gradients, ddp.optimizer) == (weights, weights, 2 * weights)
@@ -137,8 +137,8 @@ def test_checkpointing_and_sharding_need_less():
     assert [zero.gradients for zero in (zero1, zero2, zero3)] == [weights, weights // 16, weights // 16]
     assert [zero.weights for zero in (zero1, zero2, zero3)] == [weights, weights, weights // 16]
     assert fsdp.weights == weights // 16
-    assert engine_memory("hsdp", plain, 16, 2, bf16=False, moments=2 * weights).weights == weights // 2
-    hsdp = engine_memory("hsdp", plain, 16, 8, bf16=False, moments=2 * weights, averages=weights)
+    assert engine_memory("hsdp", plain, 16, 2, bf16=False, optimizer=2 * weights).weights == weights // 2
+    hsdp = engine_memory("hsdp", plain, 16, 8, bf16=False, optimizer=3 * weights)
     assert (hsdp.weights, hsdp.optimizer) == (weights // 8, 3 * weights // 8)
 
 
