@@ -116,7 +116,7 @@ def _chosen(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 def _by_layer(record: Mapping[str, Any], stage: str, what: str) -> list[float]:
     """One measurement of all layers, in their order; NaN for what is no number."""
-    values = (record[name] for name in sorted(record) if name.endswith(f".{stage}.{what}"))
+    values = (record[name] for name in record if name.endswith(f".{stage}.{what}"))
     return [value if is_number(value) else math.nan for value in values]
 
 

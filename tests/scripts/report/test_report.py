@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from dynattn.scripts.cli import main
-from dynattn.scripts.report import charts
+from dynattn.scripts.report import charts, page
 from dynattn.scripts.report.run import ReportedRun
 
 
@@ -102,6 +102,14 @@ def test_names_of_runs_are_no_formulas_and_hide_no_curve(tmp_path: Path):
     runs = [str(write_run(tmp_path / name)) for name in names]
     assert main(["report", *runs, "--output", str(tmp_path / "page.html")]) == 0
     assert {f"{name}, train" for name in names} <= set(Page((tmp_path / "page.html").read_text()).texts)
+
+
+def test_more_than_a_hundred_layers_are_drawn_in_their_order(monkeypatch: pytest.MonkeyPatch):
+    drawn: list[list[float]] = []
+    monkeypatch.setattr(page, "draw_layers", lambda values, label: drawn.extend(values.values()))
+    record = {"step": 1, "split": "composition", **{f"{layer:02}.pre.gate_share": layer for layer in range(102)}}
+    page.draw_health(ReportedRun("run", [record], {}, {}))
+    assert drawn == [list(range(102))]
 
 
 def test_curves_of_many_runs_differ_and_lie_above_their_names(monkeypatch: pytest.MonkeyPatch):
