@@ -156,10 +156,9 @@ class RunFolder:
     def _is_shorter(self, max_steps: int | None) -> bool:
         """Whether the folder holds a finished run of fewer than `max_steps` updates."""
         try:
-            steps = json.loads(self.result.read_text(encoding="utf-8"))["steps"]
+            return max_steps is not None and json.loads(self.result.read_text(encoding="utf-8"))["steps"] < max_steps
         except (OSError, ValueError, LookupError, TypeError):
             return False
-        return max_steps is not None and steps < max_steps
 
     def _holds(self, chosen: Path) -> bool:
         """Whether the checkpoint `chosen` lies in this folder."""

@@ -22,6 +22,7 @@ from dynattn.scripts.pretrain import Result
 from dynattn.scripts.pretrain.data import document_encoders
 from dynattn.scripts.pretrain.outputs import checkpoint
 from dynattn.scripts.pretrain.outputs.checksums import measure
+from dynattn.scripts.pretrain.outputs.run_folder import RunFolder
 
 TENSORS = "tensors/shard-00001-model-00001-of-00001.safetensors"
 
@@ -209,3 +210,13 @@ def test_an_impossible_output_is_one_clear_error(
     error = capsys.readouterr().err
     assert error.startswith("dynattn pretrain: error: cannot read or write ")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("result", ["", "[]", "{}", '{"steps": null}'])
+def test_a_finished_run_with_a_damaged_result_is_not_extended(result: str, tmp_path: Path):
+    run_folder = RunFolder(tmp_path)
+    run_folder.model.mkdir()
+    (run_folder.checkpoints / "step-000004").mkdir(parents=True)
+    run_folder.result.write_text(result)
+    with pytest.raises(UserError, match="already holds a finished model"):
+        run_folder.start_point("auto", False, max_steps=8, sources={})
