@@ -146,12 +146,12 @@ def read_outcomes(record: Path, settings: dict[str, Any]) -> dict[float, Outcome
     if not isinstance(stored.get("settings"), dict) or not isinstance(stored.get("runs"), list):
         raise UserError(f"{record} is no record of a sweep; give another output")
     now = json.loads(json.dumps(settings, default=str))
-    changed = sorted(name for name in now if stored["settings"].get(name) != now[name])
-    if changed:
+    before = {**now, **stored["settings"]}  # earlier versions lack options of later ones
+    if changed := sorted(name for name in now if before[name] != now[name]):
         name = changed[0]
         raise UserError(
-            f"{record.parent} holds a sweep with other settings ({name} was {stored['settings'].get(name)}, is "
-            f"{now[name]}); change them back, or give another output"
+            f"{record.parent} holds a sweep with other settings ({name} was {before[name]}, is {now[name]}); change "
+            "them back, or give another output"
         )
     return {run["value"]: Outcome(**run) for run in stored["runs"]}
 

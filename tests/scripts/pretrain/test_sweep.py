@@ -17,7 +17,7 @@ from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain.options.sweep import Sweep
 from dynattn.scripts.pretrain.outputs.metrics import read_metrics
 from dynattn.scripts.pretrain.stopping import StoppedError
-from dynattn.scripts.pretrain.sweep import Outcome, best_of, recipe_line, run_sweep
+from dynattn.scripts.pretrain.sweep import Outcome, best_of, read_outcomes, recipe_line, run_sweep
 from dynattn.scripts.pretrain.sweep_processes import SweepTask, collect_answer, run_tasks, share_of, start
 
 SHORT: dict[str, Any] = {"max_steps": 4, "warmup_steps": 1, "eval_every": 4, "save_every": 2}
@@ -94,6 +94,12 @@ def test_results_of_other_settings_are_not_taken_for_those_of_the_sweep(corpus: 
     (output / "learning_rate=0.001" / "model").rename(tmp_path / "gone")  # as if killed before the model was saved
     run_sweep(arguments(output, corpus, **SHORT, sweep="lr=1e-3:1e-2:2"))
     assert (output / "learning_rate=0.001" / "model" / "model.safetensors").exists()
+
+
+def test_a_sweep_of_a_version_with_fewer_options_goes_on(tmp_path: Path):
+    record = tmp_path / "sweep.json"
+    record.write_text('{"settings": {"seed": 0}, "runs": [{"value": 0.1, "loss": 2.0, "note": ""}]}')
+    assert read_outcomes(record, {"seed": 0, "mask_documents": True}) == {0.1: Outcome(0.1, 2.0)}
 
 
 def test_a_sweep_goes_on_only_with_the_texts_that_it_began_with(tmp_path: Path):
