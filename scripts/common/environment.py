@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -27,10 +28,8 @@ def versions(*others: str) -> dict[str, str]:
     """Versions of Python and of the installed packages that decide a run's numbers, and of `others` by name."""
     found = {"python": platform.python_version()}
     for name in (*PACKAGES, *others):
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     # Wheels for a GPU do not always say in their metadata which build they are ("+cu130").
     return found | {"torch": str(torch.__version__)}
 

@@ -9,24 +9,28 @@ from .errors import UserError
 LARGEST_SEED = 2**32 - 2**16
 
 
+def require(condition: bool, name: str, value: object, limit: str) -> None:
+    """Raises UserError with the name, the value and its `limit`, unless `condition` holds."""
+    if not condition:
+        raise UserError(f"{name}={value} must be {limit}")
+
+
 def check_positive(options: object, names: Iterable[str]) -> None:
     """Raises UserError if an attribute of `options` among `names` is neither None nor positive and finite."""
     for name in names:
         value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{name}={value} must be a positive number")
+        require(value is None or 0 < value < math.inf, name, value, "a positive number")
 
 
 def check_seed(name: str, seed: int) -> None:
     """Raises UserError unless each library that draws random numbers takes the seed."""
-    if not 0 <= seed <= LARGEST_SEED:
-        raise UserError(f"{name}={seed} must be between 0 and {LARGEST_SEED}")
+    require(0 <= seed <= LARGEST_SEED, name, seed, f"between 0 and {LARGEST_SEED}")
 
 
 def check_seeds(seeds: list[int], tuning_seed: int) -> None:
     """Raises UserError unless there are two or more different seeds, and the tuning seed is none of them."""
-    if len(seeds) < 2 or len(set(seeds)) < len(seeds):
-        raise UserError(f"seeds={seeds} must be two or more different ones; a single one shows no spread")
+    are_different = 2 <= len(seeds) == len(set(seeds))
+    require(are_different, "seeds", seeds, "two or more different ones; a single one shows no spread")
     if tuning_seed in seeds:
         raise UserError(f"tuning_seed={tuning_seed} is one of the measured seeds={seeds}; take another")
     for seed in seeds:
@@ -46,5 +50,4 @@ def check_rates(learning_rates: list[float]) -> None:
 
 def check_seconds(max_seconds: float | None) -> None:
     """Raises UserError for a negative time. None is no limit, and 0 starts no run."""
-    if max_seconds is not None and not max_seconds >= 0:
-        raise UserError(f"max_seconds={max_seconds} must be 0 or more; leave it out for no limit")
+    require(max_seconds is None or max_seconds >= 0, "max_seconds", max_seconds, "0 or more; leave it out for no limit")

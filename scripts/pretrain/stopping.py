@@ -94,7 +94,7 @@ def deadline_after(seconds: float | None) -> float:
     return math.inf if seconds is None else time.monotonic() + seconds
 
 
-def ignore_signals(worker: int) -> None:
+def ignore_signals(worker: int = 0) -> None:
     """Makes a worker process ignore signals, which reach all processes of a run; the run itself ends its workers.
 
     Args:

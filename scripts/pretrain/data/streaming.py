@@ -177,7 +177,7 @@ class BlockWriter:
 
     def run(self, wanted: Any) -> None:
         """Writes blocks until the process ends; `wanted` is the highest block number that an update has asked for."""
-        ignore_signals(0)
+        ignore_signals()
         parent = os.getppid()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -114,7 +114,7 @@ def _become_worker(encoder: Encoder) -> None:
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = encoder
-    ignore_signals(0)  # a signal reaches all processes of a run; the process that started this one decides
+    ignore_signals()  # a signal reaches all processes of a run; the process that started this one decides
     end_with_parent()
 
 

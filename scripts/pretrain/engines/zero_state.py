@@ -125,9 +125,10 @@ class ZeroState:
         entries = {name: Entry(held) for name, held in weights_of(self.module).items()}
         # `weights_of` returns detached tensors, but the keys of `pieces` are the parameters themselves.
         entries |= {WEIGHTS + name: Entry(weight) for name, weight in weights.items()}
-        for name, weight in ((name, weight) for name, weight in weights.items() if weight in self.pieces):
-            kept = self.state.get(self.pieces[weight].flat, {})
-            entries |= {f"{OPTIMIZER}{name}.{what}": Entry(weight, what) for what in kept}
+        for name, weight in weights.items():
+            if weight in self.pieces:
+                kept = self.state.get(self.pieces[weight].flat, {})
+                entries |= {f"{OPTIMIZER}{name}.{what}": Entry(weight, what) for what in kept}
         return entries
 
     def _gather(self, entry: Entry, owner: int) -> Tensor:

@@ -5,12 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
-from ...common.number_ranges import check_seed
+from ...common.number_ranges import check_seed, require
 from .data import DataOptions, Packing, PositionSampling
 from .model import ModelOptions, ObjectiveName
 from .optimization import OptimizationOptions, OptimizerName, Schedule
 from .running import BadUpdateChoice, EngineName, Precision, RunningOptions
-from .sources import require
 
 POSITIVE = (
     "vocab_size",

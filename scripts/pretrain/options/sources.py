@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ...common.errors import UserError
+from ...common.number_ranges import require
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,3 @@ def parse_source(name: Any, options: Any) -> SourceOptions:
     if ("weight" in numbers) == ("epochs" in numbers):
         raise UserError(f"mixture.{name} needs either weight or epochs; give one of them")
     return SourceOptions(str(options["dataset"]), **numbers)
-
-
-def require(condition: bool, name: str, value: object, limit: str) -> None:
-    """Raises UserError with the name, the value and its `limit`, unless `condition` holds."""
-    if not condition:
-        raise UserError(f"{name}={value} must be {limit}")
