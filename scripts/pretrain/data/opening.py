@@ -49,10 +49,9 @@ def _open_source(
     dataset = arguments.sources[name].dataset
     if is_indexed(dataset):
         data = _open_indexed(dataset, tokenizer)
-        whole = _count(data, arguments)
         is_apart = (folder / VALIDATION).exists() or arguments.validation_dataset is not None
-        kept = whole if is_apart else whole - _held_out(whole, arguments, dataset)
-        return _as_sequences(data, range(kept), arguments, tokenizer, score_all=False)
+        span = _units(data, arguments) if is_apart else _divide(data, arguments, dataset)[0]
+        return _as_sequences(data, span, arguments, tokenizer, score_all=False)
     return _pack(TokenStream.open(folder / name), dataset, arguments, tokenizer, score_all=False)
 
 
@@ -64,13 +63,12 @@ def _open_validation(folder: Path, arguments: PretrainArguments, tokenizer: PreT
         return _pack(stream, "the validation data", arguments, tokenizer, score_all=True)
     if named is not None:
         data = _open_indexed(named, tokenizer)
-        return _as_sequences(data, range(_count(data, arguments)), arguments, tokenizer, score_all=True)
+        return _as_sequences(data, _units(data, arguments), arguments, tokenizer, score_all=True)
     if len(arguments.sources) > 1:
         raise UserError("a mixture of tokens that exist already holds nothing out; name validation_dataset")
     (source,) = arguments.sources.values()
     data = _open_indexed(source.dataset, tokenizer)
-    whole = _count(data, arguments)
-    held_out = range(whole - _held_out(whole, arguments, source.dataset), whole)
+    _, held_out = _divide(data, arguments, source.dataset)
     return _as_sequences(data, held_out, arguments, tokenizer, score_all=True)
 
 
@@ -81,18 +79,20 @@ def _open_indexed(dataset: str, tokenizer: PreTrainedTokenizerBase) -> IndexedTo
     return data
 
 
-def _count(data: IndexedTokens, arguments: PretrainArguments) -> int:
-    """The number of units that can be held out: samples if the file has samples of the right length, else documents."""
-    return len(data.sizes) if data.is_cut_for(arguments.sequence_length) else len(data.documents) - 1
+def _units(data: IndexedTokens, arguments: PretrainArguments) -> range:
+    """The numbers of what can be held out: samples if the file has samples of the right length, else documents."""
+    return range(len(data.sizes) if data.is_cut_for(arguments.sequence_length) else len(data.documents) - 1)
 
 
-def _held_out(whole: int, arguments: PretrainArguments, dataset: str) -> int:
-    """How many samples or documents at the end are held out."""
-    if whole < 2:
+def _divide(data: IndexedTokens, arguments: PretrainArguments, dataset: str) -> tuple[range, range]:
+    """The units to train on, and those at the end that are held out."""
+    units = _units(data, arguments)
+    if len(units) < 2:
         raise UserError(
-            f"{dataset} has {whole} samples or documents, and one must be held out; name validation_dataset"
+            f"{dataset} has {len(units)} samples or documents, and one must be held out; name validation_dataset"
         )
-    return min(max(1, round(arguments.validation_share * whole)), whole - 1)
+    begin = len(units) - min(max(1, round(arguments.validation_share * len(units))), len(units) - 1)
+    return units[:begin], units[begin:]
 
 
 def _as_sequences(
@@ -103,7 +103,7 @@ def _as_sequences(
     *,
     score_all: bool,
 ) -> Sequences:
-    """Sequences of the units `span` (see `_count`) of tokens that exist already.
+    """Sequences of the units `span` (see `_units`) of tokens that exist already.
 
     Raises:
         UserError: the samples of the file are not of `sequence_length`, or cannot be packed as the arguments say.
