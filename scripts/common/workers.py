@@ -3,6 +3,10 @@
 import multiprocessing
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .errors import UserError
 
 
 def end_with_parent() -> None:
@@ -18,3 +22,13 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
+
+
+@contextmanager
+def own_messages() -> Iterator[None]:
+    """Leaves of a UserError from a worker of a data loader its own message; PyTorch puts a traceback before it."""
+    try:
+        yield
+    except UserError as error:
+        *_, message = str(error).rpartition(f"{UserError.__module__}.{UserError.__qualname__}: ")
+        raise UserError(message.rstrip()) from error

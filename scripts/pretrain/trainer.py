@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ..common.errors import StoppedError
+from ..common.workers import own_messages
 from .arguments import PretrainArguments
 from .data.batch_order import ProcessBatches
 from .data.objectives import Examples
@@ -106,7 +107,8 @@ class Trainer:
         """Makes the next update and counts it; returns its loss and gradient norm, as `_update`."""
         started = time.perf_counter()
         taken = islice(batches, self.arguments.gradient_accumulation_steps)
-        micro_batches = [self.plan.lengths.cut(batch, self.progress.step) for batch in taken]
+        with own_messages():
+            micro_batches = [self.plan.lengths.cut(batch, self.progress.step) for batch in taken]
         loss, norm = self._update(micro_batches)
         seconds = time.perf_counter() - started
         tokens = self.plan.order.global_batch * self.plan.train_sequences.length

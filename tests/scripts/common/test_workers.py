@@ -1,10 +1,16 @@
-"""Workers end with the process that they work for."""
+"""Workers end with the process that they work for, and their errors keep their messages."""
 
 import os
 import signal
 import subprocess
 import sys
 from contextlib import suppress
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.common.workers import own_messages
 
 PROGRAM = """
 import os
@@ -27,3 +33,20 @@ def test_workers_end_with_a_parent_that_skips_its_clean_up() -> None:
         with suppress(ProcessLookupError):
             os.killpg(parent.pid, signal.SIGKILL)
     assert parent.returncode == 75
+
+
+class Unreadable(Dataset[int]):
+    """A data set that cannot be read."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        raise UserError("the file is damaged;\ncopy it again")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_a_data_loader_has_no_more_than_its_own_message(workers: int) -> None:
+    with pytest.raises(UserError) as raised, own_messages():
+        next(iter(DataLoader(Unreadable(), num_workers=workers)))
+    assert str(raised.value) == "the file is damaged;\ncopy it again"
