@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from dynattn.modeling.ops.dcmha.triton import passes, tuning, workspace
 from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
 
+from ..common.signals import signals_held_back
 from ..common.workers import end_with_parent
 from .harness.inputs import RANK
 from .harness.overrides import override_attributes
@@ -78,9 +79,10 @@ class Precompilation:
     def __init__(self, trials: Sequence[Mapping[TunableConstant, Any]], calls: Sequence[Call], target: Target) -> None:
         workers = min(max(1, len(os.sched_getaffinity(0)) - SPARED_CORES), max(1, len(trials) * len(calls)))
         self.pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent)
-        self.futures: list[Future[None]] = [
-            self.pool.submit(compile_trial, dict(trial), call, target) for trial in trials for call in calls
-        ]
+        with signals_held_back():
+            self.futures: list[Future[None]] = [
+                self.pool.submit(compile_trial, dict(trial), call, target) for trial in trials for call in calls
+            ]
 
     def wait(self, seconds: float) -> None:
         """Waits until everything is compiled, but no longer than this.
@@ -93,8 +95,10 @@ class Precompilation:
     def __enter__(self) -> "Precompilation":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Ends the processes once they have compiled what they are at."""
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        """Ends the processes once they have compiled what they are at, or at once if the block has failed."""
+        for process in active_children() if failure else ():
+            process.terminate()
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -2,20 +2,26 @@
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .errors import UserError
+from .signals import SIGNALS
 
 
 def end_with_parent() -> None:
     """Makes this process, a worker of `multiprocessing`, end as soon as its parent has ended, in whatever way.
 
     Workers of a parent that skips its clean-up would wait for work for ever, and keep open where their parent printed.
+    Ctrl-C, which a terminal sends to all processes, is left to the parent. Signals that `signals_held_back` kept from
+    this process while it was started arrive now.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def follow() -> None:
         parent.join()

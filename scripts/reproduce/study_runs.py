@@ -1,10 +1,9 @@
 """The runs of a study: each is made once, several at a time if asked for, and its result is stored in a file."""
 
-import signal
 import time
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice, takewhile
@@ -17,7 +16,8 @@ import torch
 from ..common.atomic_file import read_json, without_nan, write_json
 from ..common.environment import hardware, provenance, source_commit, versions
 from ..common.errors import StoppedError, UserError
-from ..common.signals import signals_received
+from ..common.signals import signals_held_back, signals_received
+from ..common.workers import end_with_parent
 from ..compare.study_folder import lock_of
 from ..pretrain.data.documents import is_hub_name
 from ..pretrain.stopping import deadline_after
@@ -199,7 +199,7 @@ def _as_finished(
     After a failure no further item is taken; it is raised when those that are running are finished.
     """
     left, failures = iter(items), list[BaseException]()
-    running = {pool.submit(_call, function, item): item for item in islice(left, workers)}
+    running = {_submit(pool, function, item): item for item in islice(left, workers)}
     while running:
         finished, _ = wait(running, return_when=FIRST_COMPLETED)
         for future in finished:
@@ -209,9 +209,15 @@ def _as_finished(
             else:
                 yield item, future.result()
         if not failures:
-            running |= {pool.submit(_call, function, item): item for item in islice(left, len(finished))}
+            running |= {_submit(pool, function, item): item for item in islice(left, len(finished))}
     if failures:
         raise failures[0]
+
+
+def _submit(pool: Executor, function: Callable[[Any], Any], item: Any) -> Future[Any]:
+    """Gives an item to the pool, which may start a worker for it."""
+    with signals_held_back():
+        return pool.submit(_call, function, item)
 
 
 def _call(function: Callable[[Any], Any], item: Any) -> Any:
@@ -235,8 +241,7 @@ def _stop(number: int) -> None:
 
 
 def _prepare_worker() -> None:
-    # A terminal sends it to all processes; the one that started the others ends them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
     _one_thread()
 
 

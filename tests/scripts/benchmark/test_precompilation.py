@@ -1,6 +1,7 @@
 """What the tuner tries is compiled before, for a GPU that this process does not use."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -12,7 +13,9 @@ import torch
 
 from dynattn.scripts.benchmark import gpu_tuning, precompilation
 from dynattn.scripts.benchmark.arguments import BenchmarkArguments
-from dynattn.scripts.benchmark.precompilation import Precompilation, Target
+from dynattn.scripts.benchmark.harness.shapes import parse_shape
+from dynattn.scripts.benchmark.precompilation import Call, Precompilation, Target
+from dynattn.scripts.common.signals import SIGNALS
 from dynattn.scripts.common.workers import end_with_parent
 
 PROGRAM = """
@@ -45,6 +48,26 @@ def test_the_processes_end_with_the_one_that_started_them(monkeypatch: pytest.Mo
     monkeypatch.setattr(precompilation, "ProcessPoolExecutor", lambda _, **options: given.update(options))
     Precompilation([], [], Target(90, 232_448))
     assert given["initializer"] is end_with_parent
+
+
+@pytest.mark.parametrize("failure", [None, KeyboardInterrupt])
+def test_processes_that_are_started_hold_signals_back_and_end_with_the_block(
+    failure: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pool:
+        def submit(self, *_: object) -> None:
+            events.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= {*SIGNALS})
+
+        def shutdown(self, **_: object) -> None:
+            events.append("shutdown")
+
+    events: list[bool | str] = []
+    worker = SimpleNamespace(terminate=lambda: events.append("terminate"))
+    monkeypatch.setattr(precompilation, "ProcessPoolExecutor", lambda *_, **__: Pool())
+    monkeypatch.setattr(precompilation, "active_children", lambda: [worker])
+    call = Call(parse_shape("16x16@64"), 1, None, torch.bfloat16)
+    Precompilation([{}], [call], Target(90, 232_448)).__exit__(failure, None, None)
+    assert events == [True, *(["terminate"] if failure else []), "shutdown"]
 
 
 def test_the_trials_of_the_tuner_are_compiled_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

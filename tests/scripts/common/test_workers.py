@@ -22,6 +22,28 @@ pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=end_w
 assert pool.submit(os.getpid).result() != os.getpid()
 os._exit(75)
 """
+# Ctrl-C reaches a worker that is just being started; then its parent ends it.
+INTERRUPTED = """
+import os, signal
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import active_children, get_context
+from dynattn.scripts.common.signals import signals_held_back
+from dynattn.scripts.common.workers import end_with_parent
+
+with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=end_with_parent) as pool:
+    with signals_held_back():
+        answer = pool.submit(abs, -75)
+    (worker,) = active_children()
+    os.kill(worker.pid, signal.SIGINT)
+    print(answer.result())
+    worker.terminate()
+print(worker.exitcode)
+"""
+
+
+def test_workers_leave_ctrl_c_to_their_parent_which_ends_them() -> None:
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout.split(), ended.stderr) == (["75", str(-signal.SIGTERM)], "")
 
 
 def test_workers_end_with_a_parent_that_skips_its_clean_up() -> None:

@@ -4,16 +4,19 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import Executor, Future
 from multiprocessing import active_children
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dynattn import DCFormerConfig
 from dynattn.scripts.common.errors import StoppedError, UserError
 from dynattn.scripts.common.number_ranges import check_rates
+from dynattn.scripts.common.signals import SIGNALS
 from dynattn.scripts.reproduce.quickstart import run_once
-from dynattn.scripts.reproduce.study_runs import worker_pool
+from dynattn.scripts.reproduce.study_runs import _as_finished, worker_pool
 
 # In the place of Python: asks its parent to stop, and says that it has been asked in turn.
 STOPS_ITS_PARENT = """#!/bin/sh
@@ -33,6 +36,19 @@ def test_the_quickstart_passes_a_signal_on_and_waits(tmp_path: Path, monkeypatch
         run_once(tmp_path / "result.json", ["pretrain"])
     assert (tmp_path / "python.asked").exists()
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+class Starting(Executor):
+    """Notes which signals a process that is started for an item holds back."""
+
+    def submit(self, *_: Any) -> Future[Any]:  # type: ignore[override]
+        held_back = Future[Any]()
+        held_back.set_result(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        return held_back
+
+
+def test_ctrl_c_does_not_reach_processes_that_are_just_started():
+    assert [held_back >= {*SIGNALS} for _, held_back in _as_finished(Starting(), 1, abs, [1, 2])] == [True, True]
 
 
 @pytest.mark.slow
