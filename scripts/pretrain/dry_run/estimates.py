@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ...common.errors import UserError
 from ...common.flops import ModelFlops
 from ..arguments import PretrainArguments
+from ..engines.choice import check_zero, obstacle_to_zero
 from ..model import ParameterCounts, checkpoint_activations_if_asked, count_parameters, plan_config
 from ..optimizer import moment_bytes
 from ..options.sweep import Sweep
@@ -33,7 +34,7 @@ class Estimate:
         parameters: parameters of the model.
         flops: FLOPs per token of a training step, averaged over a sequence that is one document.
         composition_share: the share of these FLOPs that composition needs.
-        memory: memory of one process, for each engine.
+        memory: memory of one process, for each engine that can make the run.
         precision: the dtype of matrix products.
         tokens_per_second: estimated speed of all GPUs together.
         tokens_per_update: tokens of all processes in an update.
@@ -63,7 +64,8 @@ def dry_run(arguments: PretrainArguments) -> str:
     """The estimate as text for the terminal; nothing is written, and only the configuration of `init_from` is read.
 
     Raises:
-        UserError: the arguments name no model or GPU that is known, or a model whose operations are not.
+        UserError: the arguments name no model or GPU that is known, a model whose operations are not, or an engine
+            that cannot make the run.
     """
     gpu, count = parse_cluster(arguments.on)
     return describe(estimate(arguments, gpu, count), arguments, gpu, count)
@@ -71,6 +73,7 @@ def dry_run(arguments: PretrainArguments) -> str:
 
 def estimate(arguments: PretrainArguments, gpu: Gpu, count: int) -> Estimate:
     """Counts FLOPs, runs an update on tensors without contents to measure its memory, and estimates the speed."""
+    engines = possible_engines(arguments, count)
     config, bf16 = plan_config(arguments), arguments.mixed_precision == "bf16"
     model = _shapes_of(config)
     length = arguments.sequence_length
@@ -87,7 +90,7 @@ def estimate(arguments: PretrainArguments, gpu: Gpu, count: int) -> Estimate:
     )
     averages = 0 if arguments.ema_decay is None else rehearsal.weights
     optimizer, group = moment_bytes(model, arguments) + averages, arguments.shard_processes or gpu.node
-    memory = {name: engine_memory(name, rehearsal, count, group, bf16=bf16, optimizer=optimizer) for name in ENGINES}
+    memory = {name: engine_memory(name, rehearsal, count, group, bf16=bf16, optimizer=optimizer) for name in engines}
     rate = count * (gpu.bfloat16_rate if bf16 else gpu.float32_rate) * RECORDED_MFU / plain
     tokens_per_update = arguments.batch_size * arguments.gradient_accumulation_steps * count * length
     return Estimate(
@@ -103,6 +106,19 @@ def estimate(arguments: PretrainArguments, gpu: Gpu, count: int) -> Estimate:
     )
 
 
+def possible_engines(arguments: PretrainArguments, count: int) -> list[str]:
+    """Those of `ENGINES` that can make the run on `count` GPUs; a single process needs nothing of ZeRO's.
+
+    Raises:
+        UserError: the engine of the arguments is none of them.
+    """
+    if count == 1 or obstacle_to_zero(arguments) is None:
+        return list(ENGINES)
+    if (arguments.engine or "").startswith("zero"):
+        check_zero(str(arguments.engine), arguments)
+    return [name for name in ENGINES if not name.startswith("zero")]
+
+
 def describe(found: Estimate, arguments: PretrainArguments, gpu: Gpu, count: int) -> str:
     """The estimate as text."""
     lines = [
@@ -113,6 +129,7 @@ def describe(found: Estimate, arguments: PretrainArguments, gpu: Gpu, count: int
         f"memory of a GPU in GiB, of {gpu.gib} (estimated):",
         f"  {'engine':8}{'weights':>9}{'gradients':>11}{'optimizer':>11}{'buffers':>9}{'activations':>13}{'total':>8}",
         *(_memory_line(name, memory, gpu) for name, memory in found.memory.items()),
+        *([] if "zero1" in found.memory else [f"  zero1, zero2, zero3 cannot run this: {obstacle_to_zero(arguments)}"]),
         f"speed: {found.tokens_per_second:,.0f} tokens/s (an estimate: {RECORDED_MFU:.0%} of the GPU's FLOP/s in "
         f"{found.precision} for a plain model, {RECORDED_RATIO} times its time for a composed one, as one H100 took "
         "for the 405M shape without torch.compile)",

@@ -136,15 +136,7 @@ def build_zero(name: str, arguments: PretrainArguments, accelerator: Accelerator
     Raises:
         UserError: DeepSpeed is not installed, or cannot do what the arguments ask for.
     """
-    for option, is_asked, reason in (
-        ("optimizer", arguments.optimizer == "muon", "makes updates of whole matrices, which lie in shards there"),
-        ("ema_decay", arguments.ema_decay is not None, "averages weights, which the optimizer holds apart there"),
-        ("freeze_parent_steps", arguments.freeze_parent_steps > 0, "leaves out weights, all of which it updates"),
-        ("compile", arguments.compile, "was not tried with it"),
-    ):
-        if is_asked:
-            value = getattr(arguments, option)
-            raise UserError(f"{option}={value} {reason} (engine={name}); leave it out, or use engine fsdp2")
+    check_zero(name, arguments)
     try:
         from .zero import ZeroEngine  # here, because DeepSpeed is an extra, and slow to import
     except ImportError as error:
@@ -152,6 +144,25 @@ def build_zero(name: str, arguments: PretrainArguments, accelerator: Accelerator
             f"engine={name} needs DeepSpeed ({first_line(error)}): pip install 'dynattn[deepspeed]', or use fsdp2"
         ) from error
     return ZeroEngine(name, accelerator, arguments)
+
+
+def check_zero(name: str, arguments: PretrainArguments) -> None:
+    """Raises UserError if the stage `name` of ZeRO cannot do what the arguments ask for in several processes."""
+    if obstacle := obstacle_to_zero(arguments):
+        raise UserError(f"{obstacle} (engine={name}); leave it out, or use engine fsdp2")
+
+
+def obstacle_to_zero(arguments: PretrainArguments) -> str | None:
+    """The option that ZeRO cannot follow in several processes, and why; None if there is none."""
+    for option, is_asked, reason in (
+        ("optimizer", arguments.optimizer == "muon", "makes updates of whole matrices, which lie in shards there"),
+        ("ema_decay", arguments.ema_decay is not None, "averages weights, which the optimizer holds apart there"),
+        ("freeze_parent_steps", arguments.freeze_parent_steps > 0, "leaves out weights, all of which it updates"),
+        ("compile", arguments.compile, "was not tried with it"),
+    ):
+        if is_asked:
+            return f"{option}={getattr(arguments, option)} {reason}"
+    return None
 
 
 def shards_of(name: str, arguments: PretrainArguments, processes: int) -> int:

@@ -32,6 +32,7 @@ from dynattn.scripts.pretrain.dry_run.estimates import (
     dry_run,
     estimate,
     period_of,
+    possible_engines,
 )
 from dynattn.scripts.pretrain.dry_run.hardware import GPUS, parse_cluster
 from dynattn.scripts.pretrain.dry_run.memory import engine_memory, rehearse
@@ -199,6 +200,18 @@ def test_the_command_prints_and_writes_nothing(tmp_path: Path, capsys: pytest.Ca
 def test_models_whose_operations_are_not_known_are_refused():
     with pytest.raises(UserError, match="a dry run counts operations, but operations of 'gpt2' are not known"):
         dry_run(PretrainArguments(output="x", model_type="gpt2"))
+
+
+def test_engines_that_cannot_make_the_run_are_left_out_or_refused(capsys: pytest.CaptureFixture[str]):
+    averaged = ["tiny.yaml", "--output", "x", "--dry_run", "--sequence_length=16", "--ema_decay=0.9"]
+    assert main([*averaged, "--on", "h100:2"]) == 0
+    told = capsys.readouterr().out
+    assert "  zero1, zero2, zero3 cannot run this: ema_decay=0.9 averages weights" in told and "\n  zero2 " not in told
+    assert "zero2" in possible_engines(parse(*averaged), 1)
+    for options in ((), ("--optimizer", "muon"), ("--compile",)):
+        assert ("zero2" in possible_engines(parse("tiny.yaml", "--output", "x", *options), 2)) == (not options)
+    with pytest.raises(UserError, match=r"ema_decay=0.9 averages .* \(engine=zero3\); leave it out, or"):
+        dry_run(parse(*averaged, "--engine", "zero3", "--on", "h100:2"))
 
 
 @pytest.mark.parametrize("on", ["h100", "h100:0", "h100:-1", "tpu:4", ""])
