@@ -78,7 +78,8 @@ def build_fingerprint(
 ) -> Fingerprint:
     """The values that must not change between saving a checkpoint and resuming from it, as JSON would store them."""
     architecture = {f"model.{name}": value for name, value in config.to_dict().items() if name not in UNRELATED_FIELDS}
-    settings = {name: getattr(arguments, name) for name in FIXED_SETTINGS}
+    without_effect = {"muon_momentum": arguments.optimizer != "muon", "shuffle_buffer": not arguments.streaming}
+    settings = {name: getattr(arguments, name) for name in FIXED_SETTINGS if not without_effect.get(name)}
     fingerprint = {
         **architecture,
         **source.fingerprint(),

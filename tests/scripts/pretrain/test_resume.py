@@ -3,17 +3,25 @@
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from cases.training import LLAMA, assert_same_run, curve, earlier_format, killed_run, run, run_forked, without_timing
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.pretrain import Result
+from dynattn.scripts.pretrain import PretrainArguments, Result
+from dynattn.scripts.pretrain.data.batch_order import TrainingOrder
+from dynattn.scripts.pretrain.data.preparation import Source
+from dynattn.scripts.pretrain.fingerprint import build_fingerprint
 from dynattn.scripts.pretrain.outputs import checkpoint
+from dynattn.scripts.pretrain.schedule import build_schedule
 from dynattn.scripts.pretrain.stopping import StoppedError
 
+STREAM = {"streaming": True, "dataset": "folder", "tokenizer": "folder"}
 # New processes have no random state to restore, so dropout would differ.
 WITHOUT_DROPOUT = {**LLAMA, "attention_dropout": 0.0}
 
@@ -22,6 +30,21 @@ def flip_last_byte(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 255
     file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "needed"), [("muon_momentum", 0.9, {"optimizer": "muon"}), ("shuffle_buffer", 8, STREAM)]
+)
+def test_options_without_effect_may_change(option: str, value: float, needed: dict[str, Any]):
+    def fingerprint(**given: Any) -> dict[str, Any]:
+        arguments = PretrainArguments(output="x", max_steps=9, **given)
+        source = cast(Source, SimpleNamespace(fingerprint=dict))
+        return build_fingerprint(
+            arguments, LlamaConfig(), source, build_schedule(arguments, 9, 1), TrainingOrder(9, 1, 0)
+        )
+
+    assert fingerprint(**{option: value}) == fingerprint()
+    assert fingerprint(**{option: value}, **needed) != fingerprint(**needed)
 
 
 def test_checkpoints_of_an_earlier_version_resume_bit_for_bit(finished: Result, corpus: Path, tmp_path: Path):
