@@ -31,7 +31,8 @@ def checkpoint_activations(model: PreTrainedModel, **options: Any) -> None:
 def keep_attention_outputs() -> tuple[Any, Any]:
     """A `context_fn` for `torch.utils.checkpoint` that keeps attention outputs and recomputes everything else.
 
-    `model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention_outputs})` uses it.
+    `model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention_outputs})` uses it.
+    Before Transformers 5.23 this method is called `gradient_checkpointing_enable`.
 
     The attention ops of this package already recompute their scores in the backward pass, so plain checkpointing would
     compute attention three times. With this function the outputs of these ops and of PyTorch's SDPA are kept: as many
