@@ -92,9 +92,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_finished(output: Path, arguments: QuickstartArguments) -> None:
-    """Raises UserError if the folder holds a finished run with other arguments, which would be shown in their place."""
+    """Raises UserError if the folder holds a finished run with other arguments, which would be shown in their place.
+
+    Nor is the result of something else shown.
+    """
     for file in filter(Path.exists, (output / name / "result.json" for name in MODELS)):
-        trained = read_json(file, f"remove the folder {file.parent} to train anew")["arguments"]
+        trained = read_json(file, f"remove the folder {file.parent} to train anew").get("arguments")
+        if not isinstance(trained, dict) or not {"max_steps", "seed"} <= trained.keys():
+            raise UserError(f"{file} is not the result of a run of dynattn pretrain; give another --output")
         for setting in ("max_steps", "seed"):
             if trained[setting] != (asked := getattr(arguments, setting)):
                 raise UserError(

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from ..common import markdown
 from ..common.atomic_file import read_json, write_json, write_whole
 from ..common.environment import hardware, provenance, versions
-from ..common.errors import UserError
+from ..common.errors import UserError, refusal_of
 from ..common.folder_names import resolve_destination, resolve_folder
 from ..compare.study_folder import RECORD, TABLE, claim
 from ..evaluate.long_context import longest_readable
@@ -71,16 +71,20 @@ def describe_run(run: str) -> dict[str, Any]:
     """How the model of a run was trained, without the folders of the machine that did it.
 
     Raises:
-        UserError: as `finished_run`, or the run did not train next-token prediction.
+        UserError: as `finished_run`, the run did not train next-token prediction, or something else wrote its result.
     """
     folder = finished_run(run)
     result = read_json(folder / "result.json", "give another run")
-    objective = result["arguments"].get("objective", "causal_lm")
+    try:
+        given, parameters = result["arguments"], result["parameters"]
+        trained = {name: given[name] for name in TRAINED}
+        objective, dataset = given.get("objective", "causal_lm"), Path(given["dataset"]).name
+    except (LookupError, TypeError, AttributeError) as error:
+        reason = f"does not hold the result of dynattn pretrain: {refusal_of(error)}"
+        raise UserError(f"{folder / 'result.json'} {reason}; give another run") from error
     if objective != "causal_lm":
         raise UserError(f"{folder} was trained with objective={objective}; give a run of next-token prediction")
-    dataset = Path(result["arguments"]["dataset"]).name
-    trained = {name: result["arguments"][name] for name in TRAINED}
-    return {"name": folder.name, "parameters": result["parameters"], "dataset": dataset, **trained}
+    return {"name": folder.name, "parameters": parameters, "dataset": dataset, **trained}
 
 
 def claim_folder(output: str, settings: Mapping[str, Any]) -> Path:

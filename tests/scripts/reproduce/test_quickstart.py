@@ -74,6 +74,16 @@ def test_the_quickstart_does_not_show_runs_with_other_arguments(
     quickstart.check_finished(tmp_path, quickstart.QuickstartArguments())
 
 
+@pytest.mark.parametrize("foreign", ['{"loss": 1}', '{"arguments": null}', '{"arguments": {"seed": 0}}'])
+def test_the_quickstart_refuses_results_of_something_else(
+    foreign: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "dcformer").mkdir()
+    (tmp_path / "dcformer" / "result.json").write_text(foreign)
+    assert cli.main(["quickstart", "--output", str(tmp_path)]) == 2
+    assert "is not the result of a run of dynattn pretrain; give another --output" in capsys.readouterr().err
+
+
 def test_the_recorded_losses_are_those_of_the_record() -> None:
     content = json.loads((RECORDS / "record.json").read_text())
     losses = {name: round(runs["training"]["validation_loss"], 4) for name, runs in content.items()}

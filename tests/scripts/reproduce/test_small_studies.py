@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +43,15 @@ def test_windows_are_the_held_out_tokens_of_the_run(run: Path) -> None:
         held_out_windows(str(run), 60)
     with pytest.raises(UserError, match="is no finished run"):
         held_out_windows(str(run / "model"), 20)
+
+
+@pytest.mark.parametrize(
+    "foreign", [{"loss": 1}, {"arguments": None, "parameters": 7}, {"arguments": {}, "parameters": 7}]
+)
+def test_results_of_something_else_are_refused(foreign: dict[str, Any], run: Path) -> None:
+    write_json(run / "result.json", foreign)
+    with pytest.raises(UserError, match=r"does not hold the result of dynattn pretrain: .*; give another run"):
+        describe_run(str(run))
 
 
 def test_weights_are_rounded_to_steps_of_their_column() -> None:
