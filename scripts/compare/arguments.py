@@ -1,6 +1,6 @@
 """The arguments of a comparison. Nothing here imports PyTorch, so that `--help` and mistakes are answered at once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..common.arguments import option
@@ -21,11 +21,10 @@ class CompareArguments:
             seed is a measured one, or given without rates.
     """
 
-    variants: list[str] = field(
-        metadata={
-            "help": "files of arguments of dynattn pretrain, or names of its recipes; the first is the baseline; they "
-            "stand before all options, or behind --variants"
-        }
+    variants: list[str] = option(
+        [],
+        "files of arguments of dynattn pretrain, or names of its recipes; the first is the baseline; they stand before "
+        "all options, or behind --variants; --redraw needs none",
     )
     output: str = option("runs/compare", "folder of all runs, the record, table and plot")
     seeds: int = option(5, "runs of each variant")
@@ -43,8 +42,11 @@ class CompareArguments:
     redraw: bool = option(False, "train nothing; make table and plot again from the record")
 
     def __post_init__(self) -> None:
-        if len(self.variants) < 2:
-            raise UserError(f"variants={self.variants} must be two or more, to be compared")
+        if len(self.variants) < 2 and not self.redraw:
+            raise UserError(
+                f"variants={self.variants} must be two or more, to be compared; name files of arguments, or recipes, "
+                "before all options"
+            )
         if not 2 <= self.seeds <= MOST_SEEDS:
             raise UserError(f"seeds={self.seeds} must be from 2 to {MOST_SEEDS}")
         check_seed("first_seed", self.first_seed)

@@ -257,6 +257,7 @@ def test_common_arguments_replace_those_of_every_file(tmp_path: Path, text: Path
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ([], "variants=[] must be two or more, to be compared; name files of arguments, or recipes"),
         (["tiny.yaml"], "must be two or more, to be compared"),
         (["tiny.yaml", "tiny.yaml", "--seeds", "1"], "seeds=1 must be from 2 to 1000"),
         (["tiny.yaml", "tiny.yaml", "--seeds", "99999999999999"], "seeds=99999999999999 must be from 2 to 1000"),
@@ -267,6 +268,7 @@ def test_common_arguments_replace_those_of_every_file(tmp_path: Path, text: Path
         (["tiny.yaml", "tiny.yaml", "--learning_rates", "0"], "must be one or more positive numbers"),
         (["tiny.yaml", "tiny.yaml", "--max_seconds", "-1"], "max_seconds=-1.0 must be 0 or more"),
         (["a.yaml", "b.yaml", "--redraw", "--output", "nowhere"], "holds no record.json"),
+        (["--redraw", "--output", "nowhere"], "holds no record.json"),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path):
