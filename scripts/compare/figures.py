@@ -18,6 +18,7 @@ PLOT = "losses.png"
 # Ten colors, and the same again in other lines where there are more arms.
 STYLES = cycler(linestyle=["-", "--", ":"]) * cycler(color=matplotlib.color_sequences["tab10"])
 LEGEND_WIDTH = 110  # characters
+BANDS = "lines: means over seeds; bands: one standard deviation to each side"
 BOUND_MARKS = {None: "o", AT_LEAST: ">", AT_MOST: "<"}
 
 
@@ -47,7 +48,9 @@ def draw_arms(record: Mapping[str, Any], path: Path) -> None:
     # All panels have the same arms, and a legend inside one of them would hide curves.
     lines, labels = panels[0, 0].get_legend_handles_labels()
     columns = max(LEGEND_WIDTH // (8 + max(map(len, labels))), 1)
-    figure.legend(lines, labels, loc="outside lower center", ncols=min(columns, len(labels)))
+    # The title tells what bands are, where there are any.
+    title = BANDS if any(len(arm["runs"]) > 1 for arm in record["arms"].values()) else None
+    figure.legend(lines, labels, title=title, loc="outside lower center", ncols=min(columns, len(labels)))
     save(figure, path)
 
 

@@ -109,6 +109,19 @@ def test_names_that_matplotlib_would_hide_or_typeset_are_in_the_legend(tmp_path:
 
 
 @pytest.mark.usefixtures("coarse_plots")
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_the_legend_says_what_bands_are_where_there_are_any(
+    seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    drawn: list[Figure] = []
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
+    draw_arms(record_of({"plain": dict.fromkeys(range(seeds), run_of(5.0, 4.0))}), tmp_path / "losses.png")
+    told = "lines: means over seeds; bands: one standard deviation to each side"
+    assert drawn[0].legends[0].get_title().get_text() == (told if seeds > 1 else "")
+    assert bool(drawn[0].axes[0].collections) == (seeds > 1)
+
+
+@pytest.mark.usefixtures("coarse_plots")
 def test_bounds_are_told_and_drawn(tmp_path: Path):
     record = record_of({
         "plain": dict.fromkeys(range(3), run_of(5.0, 4.0)),
