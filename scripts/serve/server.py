@@ -11,6 +11,7 @@ from uuid import uuid4
 import click
 import transformers
 from fastapi import FastAPI, HTTPException
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from huggingface_hub.errors import CacheNotFound
 from jinja2 import TemplateError
@@ -125,6 +126,7 @@ def build_telling_server(ends: ExitStack, *args: Any, **kwargs: Any) -> FastAPI:
     ends.callback(stop_batching, kwargs["generation_state"])
     application = build_server(*args, **kwargs)
     application.add_exception_handler(ValueError, lambda _, error: refusal(400, str(error)))
+    application.add_exception_handler(RequestValidationError, lambda _, error: refusal(400, malformation(error)))
     # What Transformers reads without a check: a field that is missing, has another type, or is an infinite number.
     application.add_exception_handler(KeyError, lambda _, error: refusal(400, f"the request lacks {error}"))
     for kind in (TypeError, AttributeError, OverflowError):
@@ -208,6 +210,13 @@ def list_models(manager: Any) -> list[dict[str, Any]]:
         return type(manager).get_gen_models()
     except CacheNotFound:
         return []
+
+
+def malformation(error: RequestValidationError) -> str:
+    """What is wrong with a request that is no JSON, or JSON of another kind, such as a list in place of an object."""
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")  # where the JSON cannot be read, the parser's message
+    return f"the request is malformed: {first['msg']}{f' ({cause})' if cause else ''}"
 
 
 def refusal(status: int, reason: str) -> JSONResponse:

@@ -1,5 +1,6 @@
 """`dynattn serve` over loopback: chat completions, streamed and at once, are the tokens of `generate`."""
 
+import asyncio
 import json
 import re
 import signal
@@ -9,9 +10,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -329,6 +332,37 @@ def test_a_model_of_ones_own_is_shown_to_the_server(monkeypatch: pytest.MonkeyPa
     server.show_models_to_server()
     for model_class in (OwnForCausalLM, DCFormerForCausalLM, RCMHAForCausalLM):
         assert vars(server.transformers)[model_class.__name__] is model_class
+
+
+@pytest.mark.parametrize(
+    ("body", "told"), [(b'{"model": ', "JSON decode error"), (b"[]", "should be a valid dictionary"), (b"", "required")]
+)
+def test_what_is_no_json_object_is_refused_as_other_mistakes_are(
+    body: bytes, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fastapi = pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
+    server, application = import_module("dynattn.scripts.serve.server"), fastapi.FastAPI()
+
+    @application.post("/v1/completions")
+    def complete(body: dict[str, Any]) -> None:
+        raise AssertionError(body)
+
+    monkeypatch.setattr(server, "build_server", lambda *_, **__: application)
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+    scope |= {"headers": [(b"content-type", b"application/json")]}
+    telling = server.build_telling_server(ExitStack(), SimpleNamespace(), generation_state=None)
+    asyncio.run(telling(scope, receive, send))
+    assert sent[0]["status"] == 400
+    error = json.loads(sent[1]["body"])["error"]
+    assert error["message"].startswith("the request is malformed: ") and told in error["message"]
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
