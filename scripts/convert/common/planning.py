@@ -1,10 +1,12 @@
 """Checks and choices that every conversion makes before it reads a weight."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from dynattn.families import FAMILIES
 
 from ...common.errors import UserError, refusal_of
 from .tensor_source import TensorSource, common_dtype
@@ -65,3 +67,29 @@ def check_shapes(source: TensorSource, expected: Mapping[str, torch.Size]) -> No
 def in_file_order(steps: Sequence[Step], source: TensorSource) -> list[Step]:
     """The steps in the order of the files that they read first, so that each file is gone through once."""
     return sorted(steps, key=lambda step: source.headers[step.reads[0]].path.name if step.reads else "")
+
+
+def auto_class_with_head(config: PreTrainedConfig) -> str:
+    """The Auto class of our model in `architectures`; the family's main one where that is a model without a head.
+
+    Weights have the names of a model with a head in either case.
+    """
+    family, (name, *_) = FAMILIES[config.model_type], config.architectures or [""]
+    heads = {cls: auto for auto, cls in family.model_names.items() if auto != "AutoModel"}
+    return heads.get(name, family.main_auto_class)
+
+
+def refuse_headless(source: TensorSource, names: Iterable[str], fix: str) -> None:
+    """Raises UserError where the weights lack the first part of `names`, which models without a head do not write."""
+    for name in names:
+        bare = name.partition(".")[2]
+        if bare in source.headers and name not in source.headers:
+            raise UserError(f"the weights have {bare} and no {name}, so they are of a model without a head; {fix}")
+
+
+def head_advice(config: PreTrainedConfig) -> str:
+    """How a user of weights without a head gets those of a model with one; `config` is of our model."""
+    return (
+        f"give the checkpoint with its head, or load this one with {auto_class_with_head(config)} and save it; a head "
+        "that is not tied to the embedding is then new"
+    )

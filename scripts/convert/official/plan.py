@@ -12,7 +12,16 @@ from ...common.errors import UserError
 from ..common.driver import ConversionPlan
 from ..common.dropout import warn_of_dropout
 from ..common.model_loading import load_config
-from ..common.planning import check_import, check_shapes, choose_dtype, in_file_order, meta_model, shapes_of
+from ..common.planning import (
+    check_import,
+    check_shapes,
+    choose_dtype,
+    head_advice,
+    in_file_order,
+    meta_model,
+    refuse_headless,
+    shapes_of,
+)
 from ..common.tensor_source import TensorSource
 from ..common.weight_map import plan_export, plan_import
 from ..common.writing import write_ours
@@ -107,7 +116,9 @@ def plan_reverse(arguments: OfficialArguments, raw: dict[str, Any], source: Tens
         raise UserError("config.json is not in our format; leave out --reverse to convert the official one")
     config = load_config(source.folder)
     official = to_official(config)
-    steps = plan_export(official_map(official), source.headers)
+    weight_map = official_map(official)
+    refuse_headless(source, [name for rule in weight_map.rules for name in rule.ours], head_advice(config))
+    steps = plan_export(weight_map, source.headers)
     check_shapes(source, shapes_of(meta_model(config)))
     return Conversion(
         arguments=arguments,

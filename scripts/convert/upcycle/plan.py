@@ -1,6 +1,6 @@
 """Reads a plain model, or one of ours that composes nothing, and plans its conversion."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,17 @@ from ..common.decoder_probe import TEXT
 from ..common.driver import ConversionPlan
 from ..common.dropout import warn_of_dropout
 from ..common.model_loading import load_for_probe
-from ..common.planning import check_import, check_shapes, choose_dtype, in_file_order, meta_model, shapes_of
+from ..common.planning import (
+    auto_class_with_head,
+    check_import,
+    check_shapes,
+    choose_dtype,
+    head_advice,
+    in_file_order,
+    meta_model,
+    refuse_headless,
+    shapes_of,
+)
 from ..common.probe import Comparison, Probe, compare_answers
 from ..common.tensor_source import TensorSource
 from ..common.weight_map import plan_export, plan_import
@@ -171,32 +181,6 @@ def plan_plain(arguments: UpcycleArguments, raw: dict[str, Any], source: TensorS
         config=config,
         twin=config,
         probe=parent.probe,
-    )
-
-
-def auto_class_with_head(config: PreTrainedConfig) -> str:
-    """The Auto class of our model in `architectures`; the family's main one where that is a model without a head.
-
-    Weights have the names of a model with a head in either case.
-    """
-    family, (name, *_) = FAMILIES[config.model_type], config.architectures or [""]
-    heads = {cls: auto for auto, cls in family.model_names.items() if auto != "AutoModel"}
-    return heads.get(name, family.main_auto_class)
-
-
-def refuse_headless(source: TensorSource, names: Iterable[str], fix: str) -> None:
-    """Raises UserError where the weights lack the first part of `names`, which models without a head do not write."""
-    for name in names:
-        bare = name.partition(".")[2]
-        if bare in source.headers and name not in source.headers:
-            raise UserError(f"the weights have {bare} and no {name}, so they are of a model without a head; {fix}")
-
-
-def head_advice(config: PreTrainedConfig) -> str:
-    """How a user of weights without a head gets those of a model with one; `config` is of our model."""
-    return (
-        f"give the checkpoint with its head, or load this one with {auto_class_with_head(config)} and save it; a head "
-        "that is not tied to the embedding is then new"
     )
 
 

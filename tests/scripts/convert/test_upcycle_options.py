@@ -1,6 +1,7 @@
 """Options that make the result differ, `dynattn convert check`, and everything that is refused."""
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from dynattn import DCFormerConfig, DCPythiaConfig
+from dynattn import DCFormerConfig, DCPythiaConfig, RCMHAConfig
 
 NEOX: dict[str, Any] = {
     "vocab_size": 101,
@@ -190,6 +191,18 @@ def test_weights_without_a_head_are_told_from_damaged_ones(
     plain = config_class(**NEOX, compose_pre=False, compose_post=False, use_qk_norm=False, sliding_window=None)
     AutoModel.from_config(plain).save_pretrained(tmp_path / "our-bare")
     assert fix in refusal(capsys, kind, tmp_path / "our-bare", tmp_path / "theirs", "--reverse")
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), [("official", DCFormerConfig), ("rcmha", partial(RCMHAConfig, memory_type="segment"))]
+)
+def test_models_without_a_head_are_told_so_before_the_authors_format_is_written(
+    kind: str, config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 101}
+    AutoModel.from_config(config(**sizes, intermediate_size=64)).save_pretrained(tmp_path / "bare")
+    fix = "are of a model without a head; give the checkpoint with its head, or load this one with AutoModelForCausalLM"
+    assert fix in refusal(capsys, kind, tmp_path / "bare", tmp_path / "theirs", "--reverse")
 
 
 @pytest.mark.parametrize(
