@@ -70,18 +70,16 @@ class Wording:
     Attributes:
         facts: the statement with the person first, and with the thing first.
         says, denies: verbs between person and thing in a question that affirms or denies; each item has one of them.
-        relation: the words in front of `Thing.related`.
+        relation: the words in front of `Thing.related`; capitalized, they begin what is said of an odd one.
         by_name: whether there are also questions about the thing itself.
         listed: a thing in a list of things.
         odd: the words that ask for the odd one of three things; None if no form does.
-        odd_relation: the words that ask for what the odd one is related to.
     """
 
     facts: tuple[str, str]
     says: tuple[str, ...]
     denies: tuple[str, ...]
     relation: str
-    odd_relation: str
     by_name: bool = False
     listed: str = "{thing}"
     odd: str | None = None
@@ -90,28 +88,22 @@ class Wording:
 HAS = ("{person} has a {thing}.", "The {thing} is {person}'s.")
 OWNS, OWNS_NOT = ("has", "owns", "possesses"), ("does not have", "does not own", "does not possess")
 FAMILIES = {
-    "possession": Wording(HAS, OWNS, OWNS_NOT, "a kind of", "A kind of", by_name=True, listed="a {thing}", odd="The"),
+    "possession": Wording(HAS, OWNS, OWNS_NOT, "a kind of", by_name=True, listed="a {thing}", odd="The"),
     "city": Wording(
         ("{person} likes {thing}.", "{thing} attracts {person}."),
         ("wants to visit", "wants to go to", "longs for", "yearns for"),
         ("does not want to visit", "does not want to go to", "does not long for", "does not yearn for"),
         "the city in",
-        "The city in",
         by_name=True,
         odd="",
     ),
-    "ability": Wording(
-        HAS, OWNS, OWNS_NOT, "the thing that can", "The thing that can", listed="a {thing}", odd="The"
-    ),
-    "opposite": Wording(
-        ("{person} is {thing}.", "{Thing} {person}."), ("is",), ("is not",), "the opposite of", "The opposite of"
-    ),
+    "ability": Wording(HAS, OWNS, OWNS_NOT, "the thing that can", listed="a {thing}", odd="The"),
+    "opposite": Wording(("{person} is {thing}.", "{Thing} {person}."), ("is",), ("is not",), "the opposite of"),
     "time": Wording(
         ("{person} arrived {at} {thing}.", "{At} {thing} arrived {person}."),
         ("arrived", "appeared", "showed up"),
         ("did not arrive", "did not appear", "did not show up"),
         "the {unit} just before",
-        "The {unit} just before",
     ),
 }  # fmt: skip
 ODD_ONE_OUT = "odd_one_out"
@@ -254,7 +246,7 @@ def draw_odd_one(rng: random.Random, form: Form, place: int) -> tuple[str, list[
     row = [odd if index == place else other for index in range(THREE)]
     listed = ", ".join(_fill(wording.listed, thing) for thing in row)
     asked = f"Which is not {other.name}?" if form.denied else "Which is different?"
-    start = _fill(wording.odd_relation, odd) if form.by_relation else wording.odd
+    start = _fill(wording.relation.capitalize(), odd) if form.by_relation else wording.odd
     start = start.replace("before", "after") if form.after and start else start
     names = [
         (thing.before if form.after else thing.related) if form.by_relation else thing.name for thing in (odd, other)

@@ -70,8 +70,8 @@ def load_dataset(kind: str, **_: object) -> DatasetDict:
 
 def generate(kind: str) -> list[Item]:
     """Returns `TRAIN_ITEMS + TEST_ITEMS` different items of one kind, the same ones on every machine."""
-    if kind not in tuple(BUILDERS):
-        raise ValueError(f"there is no synthetic task {kind!r}; choose from {', '.join(tuple(BUILDERS))}")
+    if kind not in BUILDERS:
+        raise ValueError(f"there is no synthetic task {kind!r}; choose from {', '.join(BUILDERS)}")
     rng = random.Random(f"{SEED} {kind}")
     items: dict[str, Item] = {}
     while (index := len(items)) < TRAIN_ITEMS + TEST_ITEMS:
