@@ -34,9 +34,10 @@ def parse_shape(text: str) -> Shape:
         UserError: the text has another form, or one of its numbers is zero.
     """
     found = PATTERN.fullmatch(text)
-    if found is None or "0" in {group.lstrip("0") or "0" for group in found.groups()[:3]}:
+    shape = Shape(*(int(group or 0) for group in found.groups())) if found else None
+    if shape is None or not (shape.heads and shape.width and shape.length):
         raise UserError(f"shape {text!r} is not HEADSxWIDTH@LENGTH with positive numbers, such as 16x64@2048")
-    return Shape(*(int(group or 0) for group in found.groups()))
+    return shape
 
 
 def visible_pairs(length: int, window: int | None, memory: int = 0) -> int:
