@@ -24,22 +24,6 @@ class Transform(Protocol):
 
 
 @dataclass(frozen=True)
-class Keep:
-    """Only the names differ."""
-
-    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The same tensors, `[...]`."""
-        return list(tensors)
-
-    def backward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The same tensors, `[...]`."""
-        return list(tensors)
-
-
-KEEP = Keep()
-
-
-@dataclass(frozen=True)
 class Split:
     """One foreign tensor is the concatenation of several of ours along `dim`; `sizes` are their lengths."""
 
@@ -160,3 +144,7 @@ class Chain:
         for part in reversed(self.parts):
             tensors = part.backward(tensors)
         return list(tensors)
+
+
+# Only the names differ.
+KEEP = Chain(())

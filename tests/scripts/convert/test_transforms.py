@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from dynattn.scripts.convert.common.transforms import (
+    KEEP,
     CausalKernel,
     Chain,
     Interleaved,
-    Keep,
     Reshape,
     Select,
     Split,
@@ -18,7 +18,7 @@ from dynattn.scripts.convert.common.transforms import (
 )
 
 TRANSFORMS: list[tuple[Transform, list[tuple[int, ...]]]] = [
-    (Keep(), [(3, 4)]),
+    (KEEP, [(3, 4)]),
     (Split((2, 3), dim=1), [(4, 5)]),
     (Reshape(((4, 6),), ((4, 2, 3),)), [(4, 6)]),
     (Stack(), [(2, 3), (2, 3)]),
