@@ -13,8 +13,10 @@ from dynattn import RCMHAConfig
 from dynattn.configuration.relative_config import ATTENTION_TYPES
 
 from ...common.errors import UserError, last_line
-from .constants import KERNEL_SIZE, POSITIONS
+from .arguments import POSITIONS
 
+# The width of the convolutions of unchanged official code, in tokens.
+KERNEL_SIZE = 3
 ACTIVATIONS = ("relu", "relu2")
 KERNELS, TABLES = ".conv.weight", ".key_pos_embeddings"
 # Fields that do not change what a model computes.

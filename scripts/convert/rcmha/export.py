@@ -6,8 +6,7 @@ from typing import Any
 from dynattn import RCMHAConfig
 
 from ...common.errors import UserError
-from .config import ACTIVATIONS, OfficialRCMHAConfig
-from .constants import KERNEL_SIZE
+from .config import ACTIVATIONS, KERNEL_SIZE, OfficialRCMHAConfig
 
 
 def to_official(config: RCMHAConfig, positions: int, *, from_streaming: bool) -> OfficialRCMHAConfig:
