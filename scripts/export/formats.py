@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -20,7 +19,7 @@ class Format:
     """One format of graphs.
 
     Attributes:
-        exporter, config: names of the classes in `transformers.exporters`.
+        prefix: `PREFIXExporter` and `PREFIXConfig` are its classes in `transformers.exporters`.
         extra: the extra of this package that installs what the format needs; None if PyTorch is all.
         options: fields of the exporter's configuration.
         runtime_options: further arguments with which the proof loads the graphs.
@@ -29,11 +28,10 @@ class Format:
         most_rows: the largest batch size, for a format that plans memory for the largest inputs; None without a limit.
     """
 
-    exporter: str
-    config: str
+    prefix: str
     extra: str | None = None
-    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    runtime_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    options: Mapping[str, Any] = field(default_factory=dict)
+    runtime_options: Mapping[str, Any] = field(default_factory=dict)
     patches: str | None = None
     is_pickled: bool = False
     most_rows: int | None = None
@@ -48,36 +46,31 @@ class Format:
         if self.patches is not None:
             import_module(f".{self.patches}", __package__)
         try:
-            return getattr(exporters, self.exporter)()
+            return getattr(exporters, f"{self.prefix}Exporter")()
         except ImportError as error:
             advice = f"; `pip install 'dynattn[{self.extra}]'` installs what was tested" if self.extra else ""
             raise UserError(f"{last_line(error)}{advice}") from error
 
     def make_config(self, dynamic_shapes: dict[str, Any]) -> "DynamoConfig":
         """The exporter's configuration for a graph whose inputs vary in `dynamic_shapes`."""
-        config = getattr(_transformers_exporters(), self.config)
+        config = getattr(_transformers_exporters(), f"{self.prefix}Config")
         return config(dynamic=True, dynamic_shapes=dynamic_shapes, **self.options)
 
 
-FORMATS = MappingProxyType(
-    {
-        "torch": Format("DynamoExporter", "DynamoConfig", is_pickled=True),
-        "onnx": Format("OnnxExporter", "OnnxConfig", extra="export"),
-        # Not stateful, so that the decoding graph can take the cache that the prefill graph returns.
-        # On processors with bfloat16, OpenVINO computes in it by default, and the proof would reject its logits.
-        "openvino": Format(
-            "OpenVINOExporter",
-            "OpenVINOConfig",
-            extra="export",
-            options=MappingProxyType({"stateful": False}),
-            runtime_options=MappingProxyType({"config": {"INFERENCE_PRECISION_HINT": "f32"}}),
-        ),
-        # The proof has two rows.
-        "executorch": Format(
-            "ExecutorchExporter", "ExecutorchConfig", extra="executorch", patches="executorch_patches", most_rows=2
-        ),
-    }
-)
+FORMATS = {
+    "torch": Format("Dynamo", is_pickled=True),
+    "onnx": Format("Onnx", extra="export"),
+    # Not stateful, so that the decoding graph can take the cache that the prefill graph returns.
+    # On processors with bfloat16, OpenVINO computes in it by default, and the proof would reject its logits.
+    "openvino": Format(
+        "OpenVINO",
+        extra="export",
+        options={"stateful": False},
+        runtime_options={"config": {"INFERENCE_PRECISION_HINT": "f32"}},
+    ),
+    # The proof has two rows.
+    "executorch": Format("Executorch", extra="executorch", patches="executorch_patches", most_rows=2),
+}
 
 
 def _transformers_exporters() -> Any:
