@@ -49,11 +49,15 @@ def attend_rows(
     Returns `[B, H, T, D]`.
     """
     scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-    scores = compose_in_passes(scores, Composition(**pre))
+    probs = probabilities(compose_in_passes(scores, Composition(**pre)), visible)
+    return compose_in_passes(probs, Composition(**post)) @ value
+
+
+def probabilities(scores: Tensor, visible: Tensor | None) -> Tensor:
+    """The softmax of scores `[..., S]` over the keys where `visible`, of a shape that fits, is true; all without it."""
     if visible is not None:
         scores = torch.where(visible, scores, torch.finfo(scores.dtype).min)
-    probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
-    return compose_in_passes(probs, Composition(**post)) @ value
+    return torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
 
 
 @cache
@@ -123,10 +127,7 @@ def attend_whole(inputs: OpInputs) -> Tensor:
     """Plain attention as matrix product, softmax and matrix product. Returns `[B, T, H, D]`."""
     scores = inputs.query @ inputs.key.transpose(-1, -2) * inputs.scaling
     visible = visible_pairs(inputs) if inputs.query.shape[2] > 1 else inputs.visible
-    if visible is not None:
-        scores = torch.where(visible, scores, torch.finfo(scores.dtype).min)
-    probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
-    return (probs @ inputs.value).transpose(1, 2)
+    return (probabilities(scores, visible) @ inputs.value).transpose(1, 2)
 
 
 def mixing_matrices(side: str, *stages: Composition) -> Tensor:
@@ -161,8 +162,6 @@ def decode_with_matrices(
     pre, post = (query_matrices + key_matrices).unbind(2)  # [B, S, H, H] each
     scores = (query @ key.transpose(-1, -2))[:, :, 0] * query.shape[-1] ** -0.5  # [B, H, S]
     scores = torch.einsum("bns,bsnm->bms", scores, pre)
-    if visible is not None:
-        scores = torch.where(visible[:, 0], scores, torch.finfo(scores.dtype).min)
-    probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
+    probs = probabilities(scores, None if visible is None else visible[:, 0])
     probs = torch.einsum("bns,bsnm->bms", probs, post)
     return (probs[:, :, None] @ value).transpose(1, 2)
