@@ -3,9 +3,8 @@
 Every candidate runs the implementation that its configuration takes by default.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,14 +17,11 @@ from ..harness.interface import Candidate, Subject
 from .models import ModelProblem, block_cases
 
 # The fields of a configuration for each scheme; `gain` is URPE's, beside rotary angles.
-SCHEMES: Mapping[str, dict[str, Any]] = MappingProxyType(
-    {name: {"position_scheme": name} for name in POSITION_SCHEMES} | {"gain": {"position_gain": "distance"}}
-)
+SCHEMES: dict[str, dict[str, Any]] = {name: {"position_scheme": name} for name in POSITION_SCHEMES}
+SCHEMES["gain"] = {"position_gain": "distance"}
 PREFIX = "plain-"
 BASELINE = f"{PREFIX}rope"
-FUNCTIONS: Mapping[str, dict[str, Any]] = MappingProxyType(
-    {**SCHEMES, **{f"{PREFIX}{name}": fields | NO_COMPOSITION for name, fields in SCHEMES.items()}}
-)
+FUNCTIONS = SCHEMES | {f"{PREFIX}{name}": fields | NO_COMPOSITION for name, fields in SCHEMES.items()}
 
 
 def candidates(device: torch.device) -> list[Candidate]:
