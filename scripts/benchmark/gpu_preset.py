@@ -7,7 +7,6 @@ without tuning. Everything runs in a process of its own, and another one goes on
 a constant, that made a process crash, hang or lose the device.
 """
 
-import json
 import time
 import traceback
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import torch
 from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
 
 from ..common.arguments import given_options
-from ..common.atomic_file import write_json
+from ..common.atomic_file import read_json, write_json
 from ..common.errors import UserError, first_line
 from .arguments import BenchmarkArguments
 from .gpu_tuning import compile_trials, find_constants
@@ -33,6 +32,8 @@ from .precompilation import Precompilation
 from .report.record import RECORD
 
 TUNING = "tuning.json"
+# What a user can do about a damaged one.
+RETUNE = "remove it to tune again"
 # No case begins after this many seconds, so that the last one ends before ten minutes are over.
 SECONDS, TUNING_SECONDS = 480.0, 170.0
 # Tokens of a batch, as in FlashAttention-2's benchmarks (arXiv 2307.08691, section 4.1): so many that the time of
@@ -219,7 +220,7 @@ def _run_and_tune(
     Trials are compiled meanwhile, and no longer, because the other parts are measured after it.
     """
     options, file = options_of(part, arguments), folder / TUNING
-    earlier = json.loads(file.read_text(encoding="utf-8")) if arguments.resume and file.exists() else {"trials": []}
+    earlier = read_json(file, RETUNE) if arguments.resume and file.exists() else {"trials": []}
     with nullcontext() if "best" in earlier else compile_trials(options) as compiling:
         is_right = _run_part(part, arguments, folder / part.name, run, end)
         until = min(end, time.monotonic() + TUNING_SECONDS)
@@ -231,7 +232,7 @@ def _run_and_tune(
 def _found_constants(folder: Path) -> dict[TunableConstant, Any]:
     """The constants that an earlier command has found; none if it was interrupted before, or tuned nothing."""
     file = folder / TUNING
-    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    found = read_json(file, RETUNE) if file.exists() else {}
     return read_tuning(found).best if "best" in found else {}
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from dynattn.scripts.benchmark.harness.shapes import parse_shape
 from dynattn.scripts.benchmark.harness.tuning import TrialLog, TunableConstant, Tuning
 from dynattn.scripts.benchmark.subjects.selection import select
 from dynattn.scripts.common.atomic_file import write_json
+from dynattn.scripts.common.errors import UserError
 
 
 @pytest.fixture
@@ -114,6 +116,16 @@ def test_a_second_command_goes_on_with_the_constants_that_the_first_one_found(
         arguments = BenchmarkArguments(preset="gpu", resume=resume)
         run_preset(arguments, tmp_path, run, end=clock.now + preset.SECONDS)
     assert seen == [("first", 32, (1, 2)), ("first", 32, (1, 2)), ("second", 64, (3, 4))]
+
+
+@pytest.mark.parametrize("options", [{"resume": True}, {"parts": ["second"]}], ids=["resumed", "parts"])
+def test_a_damaged_tuning_is_told_in_one_line(
+    options: dict[str, Any], tmp_path: Path, plan: Callable[..., None]
+) -> None:
+    plan(PresetPart("first", {}), PresetPart("second", {}), find=lambda *_: None, module=SimpleNamespace())
+    (tmp_path / preset.TUNING).write_text('{"trials": [')
+    with pytest.raises(UserError, match=r"tuning\.json is damaged: .*; remove it to tune again"):
+        run_preset(BenchmarkArguments(preset="gpu", **options), tmp_path, lambda *_: True, math.inf)
 
 
 def test_chosen_parts_run_without_tuning_with_the_constants_that_were_found(
