@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.configuration.mixers import NO_COMPOSITION
 
-from ..common.atomic_file import write_json, write_whole
 from ..common.environment import hardware, source_commit, versions
 from ..common.markdown import table
+from .report.record import write_report
 from .serving_engines import Clock
 
 HEADING = """`{command}`
@@ -79,9 +79,7 @@ def report(
         **settings,
         "milliseconds": samples,
     }
-    options.folder.mkdir(parents=True, exist_ok=True)
-    write_json(options.folder / "record.json", record, indent=1)
-    write_whole(options.folder / "table.md", format_table(record))
+    write_report(record, format_table(record), options.folder)
     print(format_table(record))
 
 

@@ -21,11 +21,11 @@ from typing import Any
 
 from triton.backends.nvidia.compiler import get_ptxas
 
-from ..common.atomic_file import write_json, write_whole
 from ..common.environment import source_commit, versions
 from ..common.markdown import table
 from .kernel_compilation import SHARED_MEMORY, Compiled, compile_axpy, compile_configuration
 from .kernel_configurations import CONFIGURATIONS
+from .report.record import write_report
 from .sass import disassemble, parse
 
 MODULE = "dynattn.scripts.benchmark.kernel_report"
@@ -70,17 +70,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.capability is not None:
         print_kernels(options.capability, options.configurations or list(CONFIGURATIONS))
     elif options.folder is not None:
-        write_report(options.folder)
+        record = report()
+        write_report(record, as_markdown(record), options.folder)
     else:
         parser.error("give a folder, or --capability")
-
-
-def write_report(folder: Path) -> None:
-    """Compiles all configurations for all capabilities, and writes `record.json` and `table.md`."""
-    record = report()
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "record.json", record, indent=1)
-    write_whole(folder / "table.md", as_markdown(record))
 
 
 def print_kernels(capability: int, names: Sequence[str]) -> None:
@@ -92,7 +85,7 @@ def print_kernels(capability: int, names: Sequence[str]) -> None:
 
 
 def report() -> dict[str, Any]:
-    """Returns what each kernel of each configuration takes, by compute capability."""
+    """Compiles all configurations for all capabilities; returns what each kernel takes, by capability."""
     with ThreadPoolExecutor() as pool:
         taken = dict(zip(CAPABILITIES, pool.map(compile_elsewhere, CAPABILITIES), strict=True))
     return {

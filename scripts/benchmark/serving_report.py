@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from ..common.atomic_file import read_json, write_json, write_whole
+from ..common.atomic_file import read_json
 from ..common.environment import hardware, source_commit, versions
 from ..common.errors import UserError
 from ..common.markdown import table
 from .generate_report import parse_numbers
+from .report.record import RECORD, write_report
 from .serving_engines import ALONE, Answer, Server, make_servers, random_prompts
 
 MODULE = "dynattn.scripts.benchmark.serving_report"
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for turn in range(done, options.rounds):
             record["runs"] += run_round(servers, prompts, clients, turn)
             record["load_average_after"] = os.getloadavg()
-            write_report(record, options.folder)
+            write_report(record, as_markdown(record), options.folder)
 
 
 def started_record(options: argparse.Namespace) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def started_record(options: argparse.Namespace) -> dict[str, Any]:
         "load_average": os.getloadavg(),
         "runs": [],
     }
-    path = options.folder / "record.json"
+    path = options.folder / RECORD
     if not path.exists():
         return record
     fix = "remove it, or give another folder"
@@ -138,13 +139,6 @@ def summarize(answers: Sequence[Answer]) -> dict[str, float]:
 def quantile(values: Sequence[float]) -> float:
     """The 95th percentile of the values."""
     return statistics.quantiles(values, n=20, method="inclusive")[-1]
-
-
-def write_report(record: dict[str, Any], folder: Path) -> None:
-    """Writes `record.json` and `table.md`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "record.json", record, indent=1)
-    write_whole(folder / "table.md", as_markdown(record))
 
 
 def as_markdown(record: dict[str, Any]) -> str:

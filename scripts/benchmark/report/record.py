@@ -77,19 +77,22 @@ def is_complete(record: dict[str, Any]) -> bool:
     return "load_average_after" in record and not record["cases_left_out"]
 
 
-def save_record(record: dict[str, Any], folder: Path, *, indent: int | None = None) -> None:
-    """Writes `record.json` as a whole, so that a process killed meanwhile leaves the previous one.
-
-    Before each candidate is measured, the record is saved in one line: Python indents JSON many times slower.
-    """
-    write_json(folder / RECORD, record, indent=indent)
+def save_record(record: dict[str, Any], folder: Path) -> None:
+    """Writes the unfinished `record.json`, in one line: Python indents JSON many times slower."""
+    write_json(folder / RECORD, record, indent=None)
 
 
 def write_record(record: dict[str, Any], folder: Path) -> None:
     """Writes record, table and plots."""
-    save_record(record, folder, indent=1)
-    write_whole(folder / TABLE, format_record(record))
+    write_report(record, format_record(record), folder)
     draw_plots(record, folder)
+
+
+def write_report(record: dict[str, Any], table: str, folder: Path) -> None:
+    """Writes `record.json` and `table.md` into a folder, which is made if it does not exist."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / RECORD, record, indent=1)
+    write_whole(folder / TABLE, table)
 
 
 def draw_plots(record: dict[str, Any], folder: Path) -> None:
