@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...common.arguments import option
+from ...common.arguments import given_options, option
 from ...common.errors import UserError
 from ...common.number_ranges import check_positive, check_seed
 from .plan import GROUPS
@@ -50,5 +50,13 @@ class StudyArguments:
             raise UserError(f"steps={self.steps} and epochs={self.epochs} both say how long to train; give one")
         if (self.wikitext_train is None) != (self.wikitext_validation is None):
             raise UserError("give both --wikitext_train and --wikitext_validation, or neither")
-        if not self.data and not self.report_only:
+        if not self.report_only:
+            self._check_texts()
+
+    def _check_texts(self) -> None:
+        """Raises UserError if a text is missing. WikiText-2 may be, unless its groups are named."""
+        if not self.data:
             raise UserError("give --data, a file with Tiny Shakespeare or the name of a Hub dataset that holds it")
+        unread = [name for name in self.groups if GROUPS[name].corpus == "wikitext-2"]
+        if unread and self.wikitext_train is None and "groups" in given_options(self):
+            raise UserError(f"groups={unread} train on WikiText-2; give --wikitext_train and --wikitext_validation")

@@ -503,6 +503,7 @@ def test_unusable_files_are_refused(content: bytes | None, message: str, tmp_pat
         (["--epochs", "nan"], "epochs=nan must be a positive number"),
         (["--steps", "1", "--epochs", "2"], "give one"),
         (["--wikitext_train", "a.txt"], "give both"),
+        (["--data", "a.txt", "--groups", "wikitext-2"], "groups=['wikitext-2'] train on WikiText-2; give"),
         ([], "give --data"),
     ],
 )
