@@ -33,15 +33,8 @@ def table(record: Mapping[str, Any]) -> str:
         name for name in METRICS if any(value is not None for arm in arms for value in final(arm["runs"], name))
     ]
     differ = _tokens_differ(record)
-    head = [
-        "",
-        "parameters",
-        *["tokens"] * differ,
-        *(METRICS[name] for name in measured),
-        "difference",
-        "95 % interval",
-        "p",
-    ]
+    head = ["", "parameters", *["tokens"] * differ, *(METRICS[name] for name in measured)]
+    head += ["difference", "95 % interval", "p"]
     head += ["difference at equal time", "tokens the baseline needs"] if timed else []
     counted = timed and any(comparison.get("operations_ratio") for comparison in compared.values())
     head += ["operations the baseline needs"] if counted else []

@@ -149,15 +149,8 @@ def run_once(result: Path, command: Sequence[str]) -> None:
 
 def comparison(output: Path) -> str:
     """The table of both runs, in Markdown."""
-    head = [
-        "model",
-        "parameters",
-        "validation loss",
-        "bits per byte",
-        "lm-eval bits per byte",
-        "in-context tasks acc",
-        "training tokens/s",
-    ]
+    head = ["model", "parameters", "validation loss", "bits per byte"]
+    head += ["lm-eval bits per byte", "in-context tasks acc", "training tokens/s"]
     rows = []
     for name, label in MODELS.items():
         result = read_result(output, name)

@@ -19,6 +19,8 @@ OFFICIAL_TYPES = ("dcformer", "dcpythia")
 # The window of local layers in the official patterns, which ignore window_size; released models have both equal.
 PATTERN_WINDOW = 256
 PATTERNS = {None: "LG", "LG": "LG", "LGLL": "LGLL", "LGL6": "LGLLLLLL"}
+# Fields that must be positive and finite.
+POSITIVE = ("block_size", "vocab_size", "n_layer", "n_head", "dim", "intermediate_size", "norm_eps", "rope_base")
 # Fields of one family only; the first version of DCFormer had none of them.
 PYTHIA_FIELDS = ("use_parallel_residual", "use_linear_bias", "rotary_pct")
 DCFORMER_FIELDS = ("mgate", "mgate_dim", "prefill_pad")
@@ -151,16 +153,7 @@ class OfficialConfig:
         return derived
 
     def _check(self) -> None:
-        for name in (
-            "block_size",
-            "vocab_size",
-            "n_layer",
-            "n_head",
-            "dim",
-            "intermediate_size",
-            "norm_eps",
-            "rope_base",
-        ):
+        for name in POSITIVE:
             if not 0 < getattr(self, name) < float("inf"):
                 raise UserError(f"{name} in config.json is {getattr(self, name)}; it must be positive and finite")
         if self.n_local_heads != self.n_head:

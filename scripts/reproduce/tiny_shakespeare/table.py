@@ -10,19 +10,9 @@ from .record import PAPER_ORDER, cells_by_group
 from .text import TRAIN_SHARE
 
 Record = Mapping[str, Any]
-HEAD = [
-    "",
-    "seeds",
-    "parameters",
-    "without position tables",
-    "validation accuracy",
-    "training accuracy",
-    "all training batches",
-    "validation bits/character",
-    "training bits/character",
-    "tokens/s",
-    "wall s",
-]
+HEAD = ["", "seeds", "parameters", "without position tables"]
+HEAD += ["validation accuracy", "training accuracy", "all training batches"]
+HEAD += ["validation bits/character", "training bits/character", "tokens/s", "wall s"]
 DIFFERENCES = ["difference", "seeds"]
 DIFFERENCES += [head for score in ("accuracy", "bits/character") for head in (score, "95 % interval", "p")]
 READING = """\
@@ -46,11 +36,10 @@ def format_record(record: Record) -> str:
 def format_group(record: Record, group: str, cells: Sequence[Mapping[str, Any]]) -> str:
     """Protocol, scores and differences of one group."""
     comparisons = [one for one in record["comparisons"] if one["group"] == group and one["seeds"]]
-    lines = [f"### {GROUPS[group].corpus}: {GROUPS[group].title}", "", format_protocol(record, group), ""]
-    lines += [table(HEAD, [_cells(cell) for cell in cells])]
-    if comparisons:
-        lines += ["", table(DIFFERENCES, [_difference(one) for one in comparisons])]
-    return "\n".join(lines)
+    parts = [f"### {GROUPS[group].corpus}: {GROUPS[group].title}", format_protocol(record, group)]
+    parts += [table(HEAD, [_cells(cell) for cell in cells])]
+    parts += [table(DIFFERENCES, [_difference(one) for one in comparisons])] if comparisons else []
+    return "\n\n".join(parts)
 
 
 def format_protocol(record: Record, group: str) -> str:
@@ -110,7 +99,7 @@ def format_quoted(record: Record) -> str:
     quoted = record["quoted"]
     head = ["quoted, not measured", *quoted["accuracy"]]
     figures = ["accuracy", *(f"{figure:.3f}" for figure in quoted["accuracy"].values())]
-    return "\n".join([table(head, [figures]), "", f"{quoted['source']} {quoted['meaning']} {quoted['memory']}"])
+    return f"{table(head, [figures])}\n\n{quoted['source']} {quoted['meaning']} {quoted['memory']}"
 
 
 def format_probe(probe: Mapping[str, Any]) -> str:
@@ -122,17 +111,12 @@ def format_probe(probe: Mapping[str, Any]) -> str:
             in_all = one["peak_bytes"] + one["held_bytes"] if "held_bytes" in one else None
             sizes = ["" if size is None else f"{size / 2**20:.1f}" for size in (one["peak_bytes"], in_all)]
             rows.append([setting, kind, *cells, *sizes])
-    return "\n".join(
-        [
-            "### Time and memory",
-            "",
-            table(head, rows),
-            "",
-            f"Medians of {probe['rounds']} rounds, one update of each type by turns in one process, {probe['threads']} "
-            "thread(s). Peak: the most that an update allocates above weights and optimizer state, by PyTorch's "
-            "allocator. In all: with these, what the paper's figures for a whole training process are closest to.",
-        ]
+    reading = (
+        f"Medians of {probe['rounds']} rounds, one update of each type by turns in one process, {probe['threads']} "
+        "thread(s). Peak: the most that an update allocates above weights and optimizer state, by PyTorch's "
+        "allocator. In all: with these, what the paper's figures for a whole training process are closest to."
     )
+    return f"### Time and memory\n\n{table(head, rows)}\n\n{reading}"
 
 
 def format_cost(record: Record) -> str:
