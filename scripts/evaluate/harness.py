@@ -15,13 +15,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.task import Task
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    set_seed,
-)
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..common.builtin_corpus import builtin_documents
 from ..common.carried_memory import check_memory, longest_segment

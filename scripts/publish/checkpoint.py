@@ -9,13 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from dynattn.families import FAMILIES, Family, family_of
 from dynattn.remote_code import registered_classes, travels
 
-from ..common.checkpoint_files import (
-    COMPANION_PATTERNS,
-    TOKENIZER_PATTERNS,
-    check_sizes,
-    matching_files,
-    read_config,
-)
+from ..common.checkpoint_files import COMPANION_PATTERNS, TOKENIZER_PATTERNS, check_sizes, matching_files, read_config
 from ..common.errors import UserError, last_line, refusal_of
 from ..common.folder_names import resolve_folder
 from .weights import Weights, read_weights

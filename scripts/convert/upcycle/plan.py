@@ -33,14 +33,7 @@ from ..common.weight_map import plan_export, plan_import
 from ..common.writing import write_transformers_config
 from .arguments import UpcycleArguments
 from .by_model_type import write_generation_settings, write_preprocessors
-from .config import (
-    check_parent,
-    chosen_fields,
-    make_config,
-    read_family,
-    starts_as_parent,
-    warn_of_absent,
-)
+from .config import check_parent, chosen_fields, make_config, read_family, starts_as_parent, warn_of_absent
 from .identity import require_identity
 from .new_parameters import generators_of, new_steps
 from .parents.interface import Parent

@@ -9,15 +9,7 @@ from transformers import GPTNeoXConfig, PreTrainedConfig
 
 from ...common.transforms import Interleaved
 from ...common.weight_map import Drop, Rule, WeightMap
-from .interface import (
-    Parent,
-    head_rules,
-    implied_attention,
-    plain_heads,
-    require_fields,
-    require_rotary,
-    shared_fields,
-)
+from .interface import Parent, head_rules, implied_attention, plain_heads, require_fields, require_rotary, shared_fields
 
 SHARED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act"),
