@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..common.arguments import option
 from ..common.checkpoint_files import read_config
-from ..common.errors import UserError
+from ..common.errors import UserError, first_line
 from .common.command_line import parse_with_folders
 
 if TYPE_CHECKING:  # only for annotations: they need torch
@@ -47,7 +47,8 @@ def compare_checkpoints(arguments: CheckArguments) -> "Comparison":
     """Runs both models on one probe.
 
     Raises:
-        UserError: one of them does not load, or is in the authors' format, or their vocabularies differ in size.
+        UserError: one of them does not load, or is in the authors' format, or they read vocabularies or images of
+            different sizes.
     """
     from .common.hub import locate
     from .common.model_loading import load_config, load_for_probe
@@ -62,7 +63,12 @@ def compare_checkpoints(arguments: CheckArguments) -> "Comparison":
         raise UserError(f"vocabularies of {rows} and {others} tokens cannot be compared")
     probe = probe_for(folders[0], configs[0])
     inputs = probe.make(folders[0], *configs)
-    return compare_answers(*(probe.ask(load_for_probe(folder, probe), inputs) for folder in folders))
+    first = probe.ask(load_for_probe(folders[0], probe), inputs)
+    try:
+        second = probe.ask(load_for_probe(folders[1], probe), inputs)
+    except ValueError as error:  # of vision transformers, for images of another size or other channels than theirs
+        raise UserError(f"{folders[1]} does not read what {folders[0]} does: {first_line(error)}") from error
+    return compare_answers(first, second)
 
 
 def refuse_authors_format(folder: Path) -> None:

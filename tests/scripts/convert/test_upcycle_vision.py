@@ -73,6 +73,18 @@ def test_images_that_are_not_square(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "2 images, together and alone: logits" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("fields", "message"), [({"image_size": 16}, "24"), ({"num_channels": 1}, "channel")])
+def test_models_of_other_images_are_not_compared(
+    fields: dict[str, int], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    for name, changed in (("one", {}), ("other", fields)):
+        config = transformers.ViTConfig(**{**sizes, "image_size": 24, "patch_size": 8, **changed})
+        transformers.ViTModel(config).save_pretrained(tmp_path / name)
+    line = refusal(capsys, "check", tmp_path / "one", tmp_path / "other")
+    assert re.search(f"other does not read what .*one does: .*{message}", line)
+
+
 def test_every_term_learns_from_the_identity(tmp_path: Path) -> None:
     save_parent(tmp_path / "parent", "vit")
     convert_well("vit", tmp_path / "parent", tmp_path / "ours", "--static", "True", "--no-verify")
