@@ -23,9 +23,9 @@ def load_checkpoint(folder: Path) -> PreTrainedModel:
     """
     config = read_config(folder)
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    if model_type not in FAMILIES:
         raise UserError(f"{folder} holds a model of type {model_type!r}; only {', '.join(FAMILIES)} can be exported")
-    if not any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ()):
+    if not any(name.endswith("ForCausalLM") for name in config.get("architectures") or ()):
         raise UserError(f"{folder} holds no causal language model; only these have a prefill and a decoding graph")
     refuse_segments(config.get("memory_type"), folder)
     try:

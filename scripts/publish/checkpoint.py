@@ -77,8 +77,8 @@ def read_checkpoint(path: str) -> Checkpoint:
     return Checkpoint(folder, config, auto_class, model_class, weights.without(copies), tokenizer, files)
 
 
-def _find_config_class(model_type: object, folder: Path) -> type[PreTrainedConfig]:
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING or not travels(CONFIG_MAPPING[model_type]):
+def _find_config_class(model_type: str | None, folder: Path) -> type[PreTrainedConfig]:
+    if model_type is None or model_type not in CONFIG_MAPPING or not travels(CONFIG_MAPPING[model_type]):
         raise UserError(
             f"{folder} holds a model of type {model_type!r}; only {', '.join(FAMILIES)} can be published, and variants "
             "of them that a module registers: name it with --import"
