@@ -62,8 +62,8 @@ def _run_record(folder: Path, result: Mapping[str, Any], lines: Sequence[MetricR
     flops = result["flops_per_second"]
     return {
         **{name: result["arguments"][name] for name in OPTIONS},
-        **{name: result[name] for name in MEASURED},
-        **{name: result[name] for name in ("dataset", *OF_A_RUN) if name in result},
+        **{name: result[name] for name in ("dataset", *MEASURED)},
+        **{name: result[name] for name in OF_A_RUN if name in result},
         "objective": result["arguments"].get("objective", "causal_lm"),
         "validation_targets": result.get("validation_targets") or _count_targets(folder),
         "flops_per_token": None if flops is None else flops / result["tokens_per_second"],

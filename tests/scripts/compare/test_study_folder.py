@@ -118,9 +118,11 @@ def test_a_run_whose_last_loss_was_cut_off_does_not_count_with_the_one_before(tm
     with pytest.raises(UserError, match=told):
         read_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(metrics)
-    (tmp_path / "result.json").write_text('{"arguments": {}}')
-    with pytest.raises(UserError, match=rf"do not hold a finished run: KeyError: .*; remove {tmp_path} to repeat"):
-        read_run(tmp_path)
+    without_dataset = {name: value for name, value in result.items() if name != "dataset"}
+    for damaged in ({"arguments": {}}, {**without_dataset, "tokens": 200, "arguments": options}):
+        (tmp_path / "result.json").write_text(json.dumps(damaged))
+        with pytest.raises(UserError, match=rf"do not hold a finished run: KeyError: .*; remove {tmp_path} to repeat"):
+            read_run(tmp_path)
 
 
 def test_a_record_of_something_else_is_not_drawn(tmp_path: Path) -> None:
