@@ -67,7 +67,10 @@ def compare_checkpoints(arguments: CheckArguments) -> "Comparison":
     try:
         second = probe.ask(load_for_probe(folders[1], probe), inputs)
     except ValueError as error:  # of vision transformers, for images of another size or other channels than theirs
-        raise UserError(f"{folders[1]} does not read what {folders[0]} does: {first_line(error)}") from error
+        reason = first_line(error).rstrip(".")
+        raise UserError(
+            f"{folders[1]} does not read what {folders[0]} does: {reason}; compare models of the same images"
+        ) from error
     return compare_answers(first, second)
 
 

@@ -26,11 +26,7 @@ from .attention import compiling_as, ours
 INITIALIZATION = {"initializer_range": 0.05, "compose_init_scale": 20.0}
 NO_WINDOW = {"sliding_window": None, "layer_types": None}
 PLAIN_GLOBAL = PLAIN + GLOBAL
-FUNCTIONS: dict[str, dict[str, Any]] = {
-    COMPOSED: {},
-    PLAIN: NO_COMPOSITION,
-    PLAIN_GLOBAL: NO_COMPOSITION | NO_WINDOW,
-}
+FUNCTIONS: dict[str, dict[str, Any]] = {COMPOSED: {}, PLAIN: NO_COMPOSITION, PLAIN_GLOBAL: NO_COMPOSITION | NO_WINDOW}
 # Candidates that a GPU also runs in CUDA graphs.
 IN_GRAPHS = ("triton", "sdpa", f"sdpa{GLOBAL}")
 # The number of last tokens whose logits are compared with the reference.
