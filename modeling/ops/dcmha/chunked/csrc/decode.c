@@ -129,16 +129,18 @@ static workspace divide(float *memory, long items, long keys) {
     workspace work;
     work.span_length = ((keys + MAX_SPANS - 1) / MAX_SPANS + BLOCK_KEYS - 1) / BLOCK_KEYS * BLOCK_KEYS;
     work.spans = (keys + work.span_length - 1) / work.span_length;
-    work.outputs = (void *)memory;
-    work.maxima = (void *)(work.outputs + items * work.spans);
-    work.sums = work.maxima + items * work.spans;
-    work.maps = (void *)(work.sums + items * work.spans);
+    /* Sums of integers, because C leaves sums with a null pointer, which `workspace_size` passes, undefined. */
+    size_t next = (size_t)memory, parts = items * work.spans;
+    work.outputs = (void *)next, next += parts * sizeof(*work.outputs);
+    work.maxima = (void *)next, next += parts * sizeof(*work.maxima);
+    work.sums = (void *)next, next += parts * sizeof(*work.sums);
+    work.maps = (void *)next;
     return work;
 }
 
 /* How many float32 elements of workspace `attend` needs. */
 long workspace_size(long items, long keys) {
-    return (size_t)(divide(0, items, keys).maps + items * keys) / sizeof(float);
+    return (size_t)divide(0, items, keys).maps / sizeof(float) + items * keys * HEADS;
 }
 
 /* The scaled query in registers, in the chunks that `read_chunk` makes of a key. Elements of the last chunk that the

@@ -108,7 +108,8 @@ void forward(float *out, float *memory, const problem *given, float scaling, lon
     for (long first = 0; first < given->items; first += together) {
         problem part = items_from(given, first, together);
         forward_pass pass = place_forward(&part, memory);
-        pass.out = out + first * given->queries * given->heads * given->width, pass.scaling = scaling;
+        pass.out = address(out, first * given->queries * given->heads * given->width, sizeof(float));
+        pass.scaling = scaling;
         for_each_task(pack_for_forward, &pass, part.items * blocks_of(given), threads);
         for_each_task(attend_chunk, &pass, part.items * chunks_of(given), threads);
     }
@@ -116,8 +117,7 @@ void forward(float *out, float *memory, const problem *given, float scaling, lon
 
 static backward_pass place_backward(const problem *given, float *memory) {
     backward_pass pass = {.given = given, .most_blocks = find_most_blocks(given)};
-    pass.chunks = (backward_chunk *)memory;
-    memory += aligned(sizeof(backward_chunk) / sizeof(float) * given->items);
+    pass.chunks = (backward_chunk *)take(&memory, aligned(sizeof(backward_chunk) / sizeof(float) * given->items));
     pass.packed = place_packed(given, &memory, 1);
     pass.memory = memory;
     float *item = 0;

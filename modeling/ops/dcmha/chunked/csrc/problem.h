@@ -112,10 +112,11 @@ INLINE long columns_size(const problem *given) { return given->kv_heads * column
 INLINE long rows_size(const problem *given) { return given->kv_heads * row_size(given); }
 INLINE long key_terms_size(const problem *given, const stage *by) { return by->key.terms * given->heads * BLOCK_KEYS; }
 
-/* Takes `size` elements from the memory at `*next`. */
+/* Takes `size` elements from the memory at `*next`. The sum is one of integers, because C leaves sums with a null
+   pointer, where a dry run begins, undefined. */
 INLINE float *take(float **next, long size) {
     float *taken = *next;
-    *next += size;
+    *next = (float *)((size_t)taken + size * sizeof(float));
     return taken;
 }
 
