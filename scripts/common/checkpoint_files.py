@@ -14,7 +14,7 @@ from typing import Any
 
 from .atomic_file import write_json
 from .errors import UserError
-from .folder_names import may_be_on_the_hub
+from .folder_names import follow_links, may_be_on_the_hub
 
 # The files that can name code beside the weights, by which Transformers would load tokenizers and processors.
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -265,9 +265,9 @@ def require_inside(path: Path, folder: Path | None = None) -> Path:
     """
     folder = (folder or path.parent).resolve()
     try:
-        target = path.resolve()
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"{path} is a link that leads nowhere: {error}; put the file itself there") from error
+        target = follow_links(path)
+    except OSError as error:
+        raise UserError(f"{path} is a link that leads nowhere: {error.strerror}; put the file itself there") from error
     if not target.is_relative_to(_hub_repository(folder) or folder):
         raise UserError(f"{path} is a link to {target}, outside the checkpoint's folder; put the file itself there")
     return path

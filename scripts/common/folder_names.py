@@ -1,7 +1,9 @@
 """Names of folders, and of models and revisions on the Hub, that a user gives: impossible ones are refused early."""
 
+import errno
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub.errors import HFValidationError
@@ -26,12 +28,24 @@ def resolve_folder(name: str) -> Path:
     if not name or UNPRINTABLE.search(name):
         raise UserError(f"{_short(name)} is no name of a folder (empty, or with unprintable characters); give another")
     try:
-        folder = Path(name).resolve()
-        folder.exists()  # raises where a name is too long, or a folder above must not be entered
-    except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or "its links go round in a circle"
-        raise UserError(f"{_short(name)} cannot be a folder: {reason}; give another") from error
-    return folder
+        return follow_links(Path(name))
+    except OSError as error:
+        raise UserError(f"{_short(name)} cannot be a folder: {error.strerror}; give another") from error
+
+
+def follow_links(path: Path) -> Path:
+    """Returns the absolute path with links followed; it need not exist.
+
+    Raises:
+        OSError: a name is too long, links go round in a circle, or a folder above must not be entered.
+    """
+    try:
+        target = path.resolve()
+    except RuntimeError as error:  # how Python before 3.13 tells a circle
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
+    with suppress(FileNotFoundError, NotADirectoryError):
+        target.stat()
+    return target
 
 
 def resolve_destination(name: str) -> Path:

@@ -262,7 +262,8 @@ def test_an_adapter_that_names_another_model(place: Path, refused: Callable[...,
         ("link/inside", "overlap"),
         ("outside", "is a file"),
         ("outside/inside", "outside is a file, so that no folder can be written in it"),
-        ("circle", "its links go round in a circle"),
+        ("circle", "Too many levels of symbolic links"),
+        ("circle/inside", "Too many levels of symbolic links"),
     ],
 )
 def test_hostile_destinations(
