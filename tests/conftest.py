@@ -1,8 +1,9 @@
-"""What every test gets: one thread, no network, a fixed seed, poisoned fresh memory, a quick interpreter of Triton."""
+"""What every test gets: one thread, no network, empty caches, a fixed seed, poisoned fresh memory, a quick Triton."""
 
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+
+# Data and code that tests load stay out of the user's caches, which may be full of other things, or not writable.
+_CACHES = tempfile.TemporaryDirectory(prefix="dynattn-tests-")
+os.environ["HF_HOME"] = _CACHES.name
+for name in ("HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_MODULES_CACHE"):  # which would take precedence
+    os.environ.pop(name, None)
 
 # Imports make a million objects that stay. Looking for garbage among them meanwhile takes a fifth of the imports' time.
 gc.disable()
