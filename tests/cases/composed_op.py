@@ -134,12 +134,13 @@ def in_dtype(
     cast = {id(tensor): tensor.detach().to(dtype).requires_grad_() for tensor in tensors}
     changed = dict(keywords)
     for stage in ("pre", "post"):
-        if stage in keywords:
+        if keywords.get(stage) is not None:
             changed[stage] = keywords[stage].map(lambda factor: cast[id(factor)])
     changed |= {name: cast[id(keywords[name])] for name in ("position_bias", "position_gain") if name in keywords}
     mask = keywords.get("attention_mask")
     if mask is not None and mask.dtype != torch.bool:
-        changed["attention_mask"] = cast.get(id(mask), mask.detach().clamp(min=torch.finfo(dtype).min).to(dtype))
+        finite = mask.detach().clamp(min=torch.finfo(dtype).min).where(mask > -torch.inf, -torch.inf)
+        changed["attention_mask"] = cast.get(id(mask), finite.to(dtype))
     return [cast[id(tensor)] for tensor in tensors], changed
 
 

@@ -1,6 +1,5 @@
 """A decoding step of the linear-memory op: as exact as the reference op in the same dtype, in C code and without."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,16 +81,6 @@ def in_c(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return results
 
 
-@pytest.fixture
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """So many threads, even for little work."""
-    monkeypatch.setattr(decode_native, "ELEMENTS_PER_THREAD", 1)
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
 def step_inputs(step: Step, dtype: torch.dtype = torch.float32) -> Inputs:
     """Query, key and value, and the op's keywords; keys and their factors are slices of something longer."""
     heads, kv_heads = step.heads
@@ -167,7 +156,6 @@ def test_several_threads_are_as_exact(step: Step, dtype: torch.dtype, in_c: list
 
 
 @needs_compiler
-@pytest.mark.parametrize("threads", [1], indirect=True)
 @pytest.mark.usefixtures("threads")
 def test_results_do_not_depend_on_the_number_of_threads(in_c: list[Tensor]) -> None:
     inputs = step_inputs(Step(1100, heads=(8, 4), mask="padding"))

@@ -4,7 +4,6 @@ import ctypes
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,14 +28,6 @@ MORE = [
     Case(61, 61, heads=(5, 5), terms=frozenset({"query_gate"})),
     Case(257, 257, heads=(8, 8), groups=4, mask="padding"),
 ]
-
-
-@pytest.fixture
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["of the processor", "in plain C"])
@@ -65,7 +56,7 @@ def assert_as_exact_as_the_reference(case: Case, **more: Tensor) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3], indirect=True)
 @pytest.mark.parametrize("case", [case for case in CASES + MORE if case.queries > 1], ids=str)
-def test_float32_is_as_exact_as_the_reference_is(case: Case, threads: int) -> None:
+def test_float32_is_as_exact_as_the_reference_is(case: Case, threads: None) -> None:
     assert_as_exact_as_the_reference(case)
 
 
@@ -234,26 +225,22 @@ def test_infinite_and_huge_scores_are_those_of_the_reference() -> None:
     ],
     ids=str,
 )
-def test_results_do_not_depend_on_the_number_of_threads(case: Case, dtype: torch.dtype) -> None:
+def test_results_do_not_depend_on_the_number_of_threads(case: Case, dtype: torch.dtype, threads: None) -> None:
     tensors, keywords = in_dtype(dtype, *random_inputs(case))
-    before = torch.get_num_threads()
     results = []
     for count in (1, 2, 5):
         torch.set_num_threads(count)
         results.append(run(tensors, keywords, "chunked"))
-    torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(*pair) for pair in zip(results[0], other, strict=True))
 
 
-def test_several_threads_of_python_may_call_it_at_once() -> None:
+def test_several_threads_of_python_may_call_it_at_once(threads: None) -> None:
     tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(200, 200)))
     expected = run(tensors, keywords, "chunked")
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda _: run(tensors, keywords, "chunked"), range(8)))
-    torch.set_num_threads(before)
     for result in results:
         assert all(torch.equal(*pair) for pair in zip(result, expected, strict=True))
 
@@ -311,18 +298,16 @@ def test_a_compiler_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert list((tmp_path / "cache" / "dynattn").iterdir()) == []
 
 
+@pytest.mark.parametrize("threads", [2], indirect=True)
 @pytest.mark.parametrize("compiler", ["clang", "gcc"])
 def test_every_compiler_gives_the_same_with_the_threads_of_pytorch(
-    compiler: str, monkeypatch: pytest.MonkeyPatch, libraries: None
+    compiler: str, threads: None, monkeypatch: pytest.MonkeyPatch, libraries: None
 ) -> None:
     if shutil.which(compiler) is None:
         pytest.skip(f"there is no {compiler}")
     monkeypatch.setenv("CC", compiler)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
     for queries in (130, 1):
         assert_as_exact_as_the_reference(Case(queries, 130, heads=(16, 16)))
-    torch.set_num_threads(before)
     assert passes_native.load_passes() is not None
     assert not native_library._failures
 

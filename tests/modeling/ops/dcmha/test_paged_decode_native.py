@@ -9,7 +9,6 @@ from cases.composed_op import DYNAMIC
 from cases.paged_steps import STEPS, Step, assert_as_exact_as_the_reference, random_step, run
 
 from dynattn.modeling.ops import native_library
-from dynattn.modeling.ops.dcmha.chunked import paged_decode_native
 from dynattn.modeling.ops.dcmha.chunked.paged_decode_native import attend_to_pages
 from dynattn.modeling.ops.dcmha.pages import without_keys
 
@@ -33,19 +32,13 @@ def test_a_step_over_pages_is_as_exact_as_the_reference_on_each_request(step: St
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_results_do_not_depend_on_threads_nor_on_other_requests(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(paged_decode_native, "ELEMENTS_PER_THREAD", 1)
-    step, before = Step((1100, 3, 200), heads=(8, 4)), torch.get_num_threads()
+def test_results_do_not_depend_on_threads_nor_on_other_requests(dtype: torch.dtype, threads: None) -> None:
+    step = Step((1100, 3, 200), heads=(8, 4))
     query, pages, stages, *_ = random_step(step, dtype)
     outputs = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            outputs.append(run(attend_to_pages, step, query, pages, stages))
-    finally:
-        torch.set_num_threads(before)
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        outputs.append(run(attend_to_pages, step, query, pages, stages))
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
     last = pages._replace(**{name: getattr(pages, name)[2:] for name in ("table_starts", "key_counts")})
     own = {name: stage.map(lambda factor: factor if factor.ndim == 2 else factor[2:]) for name, stage in stages.items()}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import composed_op
-from cases.composed_op import ALL, DYNAMIC
+from cases.composed_op import ALL, DYNAMIC, in_dtype
 from cases.triton_marks import interpreted
 from torch import Tensor
 
@@ -35,7 +35,6 @@ from dynattn.modeling.ops.distance_tables import NO_TABLES
 pytest.importorskip("triton")
 # The log-sum-exp of a patch without a visible key.
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 BOTH = ("pre", "post")
 
@@ -84,6 +83,27 @@ DECODING = [
     Case(1, 16, terms=frozenset({"query_gate", "static"}), mask="unbatched"),
     Case(1, 1, stages=()),
 ]
+# For GPUs.
+LARGE = [
+    Case(1000, 1000, heads=(16, 16), batch=2, width=64),
+    Case(517, 1030, heads=(32, 8), window=200, width=80),
+    Case(300, 300, heads=(12, 12), rank=4, mask="padding", batch=2, width=32),
+    Case(512, 512, heads=(8, 2), is_causal=False, mask="pairs", width=128),
+    Case(256, 256, heads=(64, 64), stages=("pre",), rank=1, width=16),
+    Case(700, 700, heads=(16, 16), terms=ALL, width=64),
+    Case(300, 300, heads=(16, 8), groups=4, mask="additive", batch=2, width=64),
+    Case(200, 300, heads=(8, 8), groups=2, post_groups=1, terms=ALL, width=64),
+    Case(200, 300, heads=(12, 12), window=64, width=8),
+]
+LARGE_DECODING = [
+    Case(1, 2048, heads=(32, 32), width=128),
+    Case(1, 777, heads=(32, 32), batch=3, width=80, mask="padding"),
+    Case(1, 4096, heads=(64, 8), batch=2, width=128, window=1024),
+    Case(1, 300, heads=(16, 16), batch=64, width=64, rank=4),
+    Case(1, 20000, heads=(8, 2), width=64, mask="additive"),
+    Case(1, 500, heads=(12, 12), terms=ALL, groups=3, width=64),
+    Case(1, 500, heads=(128, 8), terms=ALL, width=128, rank=1),
+]
 
 
 @pytest.fixture
@@ -118,19 +138,6 @@ def random_inputs(case: Case, device: str = "cpu") -> tuple[list[Tensor], dict[s
     return tensors, keywords
 
 
-def cast(tensors: list[Tensor], keywords: dict[str, Any], dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]:
-    """Returns tensors and keywords with new leaves of another dtype."""
-    low = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
-    factors, keywords = iter(low[3:]), dict(keywords)
-    for stage in BOTH:
-        if keywords[stage] is not None:
-            keywords[stage] = replace(keywords[stage], **{name: next(factors) for name in keywords[stage].tensors()})
-    mask = keywords["attention_mask"]
-    if mask is not None and mask.is_floating_point():
-        keywords["attention_mask"] = mask.to(dtype)
-    return low, keywords
-
-
 def run(attend: Callable[..., Any], tensors: list[Tensor], keywords: dict[str, Any]) -> tuple[Tensor, ...]:
     """Returns the output `[B, T, H, D]`, then the gradients of all tensors."""
     output, _ = attend(*tensors[:3], **keywords)
@@ -148,8 +155,8 @@ def multiple_of_noise(dtype: torch.dtype, device: str) -> float:
 
 
 def assert_no_noisier_than_the_reference(case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
-    tensors, keywords = cast(*random_inputs(case, device), dtype)
-    reference = run(dcmha_eager, *cast(tensors, keywords, torch.float64))
+    tensors, keywords = in_dtype(dtype, *random_inputs(case, device))
+    reference = run(dcmha_eager, *in_dtype(torch.float64, tensors, keywords))
     noise = run(dcmha_eager, tensors, keywords)
     for ours, theirs, expected in zip(run(dcmha_triton, tensors, keywords), noise, reference, strict=True):
         assert ours.dtype == dtype
@@ -158,8 +165,8 @@ def assert_no_noisier_than_the_reference(case: Case, dtype: torch.dtype, device:
 
 @torch.no_grad()
 def assert_decoding_is_no_noisier_than_the_reference(case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
-    tensors, keywords = cast(*random_inputs(case, device), dtype)
-    double, double_keywords = cast(tensors, keywords, torch.float64)
+    tensors, keywords = in_dtype(dtype, *random_inputs(case, device))
+    double, double_keywords = in_dtype(torch.float64, tensors, keywords)
     reference, _ = dcmha_eager(*double[:3], **double_keywords)
     theirs, _ = dcmha_eager(*tensors[:3], **keywords)
     ours, _ = dcmha_triton(*tensors[:3], **keywords)
@@ -171,7 +178,7 @@ def assert_equal_to_the_reference(case: Case) -> None:
     """Compares in norm: matrices over many heads round a few elements ten times as much as they do most."""
     tensors, keywords = random_inputs(case)
     reference = run(dcmha_eager, tensors, keywords)
-    for ours, expected in zip(run(dcmha_triton, *cast(tensors, keywords, torch.float32)), reference, strict=True):
+    for ours, expected in zip(run(dcmha_triton, *in_dtype(torch.float32, tensors, keywords)), reference, strict=True):
         assert (ours.dtype, ours.shape) == (torch.float32, expected.shape)
         assert (ours - expected).norm() <= 3e-6 * expected.norm() + 2e-5
 
@@ -235,7 +242,7 @@ def test_second_derivatives_are_refused() -> None:
 @interpreted
 @pytest.mark.usefixtures("small", "family")
 def test_float32_factors_serve_heads_in_half_precision() -> None:
-    tensors, keywords = cast(*random_inputs(Case(9, 12)), torch.float32)
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(9, 12)))
     heads = [tensor.detach().bfloat16().requires_grad_() for tensor in tensors[:3]]
     ours, theirs = (run(attend, [*heads, *tensors[3:]], keywords) for attend in (dcmha_triton, dcmha_eager))
     for one, other in zip(ours, theirs, strict=True):
@@ -247,7 +254,7 @@ def test_float32_factors_serve_heads_in_half_precision() -> None:
 @pytest.mark.usefixtures("small", "family")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_queries_with_one_key_give_no_gradient_to_scores(dtype: torch.dtype) -> None:
-    tensors, keywords = cast(*random_inputs(Case(17, 17, window=1)), dtype)
+    tensors, keywords = in_dtype(dtype, *random_inputs(Case(17, 17, window=1)))
     _, query, key, value, *_ = run(dcmha_triton, tensors, keywords)
     assert max(query.abs().max(), key.abs().max()) < 1e-5 < value.abs().max()
 
@@ -255,7 +262,7 @@ def test_queries_with_one_key_give_no_gradient_to_scores(dtype: torch.dtype) -> 
 @interpreted
 @pytest.mark.usefixtures("poisoned")
 def test_scores_scaled_by_zero_have_no_gradient() -> None:
-    tensors, keywords = cast(*random_inputs(Case(33, 33, width=16, rank=1)), torch.bfloat16)
+    tensors, keywords = in_dtype(torch.bfloat16, *random_inputs(Case(33, 33, width=16, rank=1)))
     _, query, key, *_ = run(dcmha_triton, tensors, {**keywords, "scaling": 0.0})
     assert not query.any() and not key.any()
 
@@ -270,7 +277,7 @@ def test_gradients_that_cancel_vanish(stages: tuple[str, ...], family: str, dtyp
     On the tensor cores the rounding of the log-sum-exp is left, as DESIGN.md says. Without stages heads are composed
     one by one in any case.
     """
-    tensors, keywords = cast(*random_inputs(Case(17, 17, stages=stages)), dtype)
+    tensors, keywords = in_dtype(dtype, *random_inputs(Case(17, 17, stages=stages)))
     with torch.no_grad():
         tensors[0].mul_(10.0)
         tensors[2].fill_(1.0)
@@ -285,7 +292,7 @@ def test_gradients_that_cancel_vanish(stages: tuple[str, ...], family: str, dtyp
 )
 @pytest.mark.parametrize("documents", [False, True])
 def test_nothing_to_attend_with_gives_what_the_reference_gives(case: Case, documents: bool) -> None:
-    tensors, keywords = cast(*random_inputs(case), torch.float32)
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(case))
     keywords["first_keys"] = torch.zeros(case.batch, case.queries, dtype=torch.long) if documents else None
     for needs_grad in (False, True):
         with torch.set_grad_enabled(needs_grad):
@@ -469,7 +476,7 @@ def test_sequences_beyond_32_bits_compose_head_by_head(keys: int, expected: type
 @interpreted
 @pytest.mark.usefixtures("small", "family")
 def test_rows_without_a_visible_key_give_zeros_and_finite_gradients() -> None:
-    tensors, keywords = cast(*random_inputs(Case(12, 12, batch=2)), torch.float32)
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(12, 12, batch=2)))
     mask = torch.ones(2, 1, 12, 12, dtype=torch.bool)
     mask[0, :, 0] = False
     output, *gradients = run(dcmha_triton, tensors, {**keywords, "attention_mask": mask})
@@ -481,7 +488,7 @@ def test_rows_without_a_visible_key_give_zeros_and_finite_gradients() -> None:
 @pytest.mark.usefixtures("small", "family")
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 def test_a_row_that_is_not_a_number_stays_alone() -> None:
-    tensors, keywords = cast(*random_inputs(Case(20, 20, heads=(4, 2), batch=2)), torch.float32)
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(20, 20, heads=(4, 2), batch=2)))
     expected, _ = dcmha_triton(*tensors[:3], **keywords)
     with torch.no_grad():
         tensors[0][1, 2, 7] = torch.nan
@@ -497,7 +504,7 @@ def test_a_row_that_is_not_a_number_stays_alone() -> None:
 def test_heads_may_lie_farther_apart_than_32_bits_count(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "BLOCK", 16)
     monkeypatch.setattr(tuning, "TILES", dict.fromkeys(tuning.TILES, (16, 16, 4)))
-    tensors, keywords = cast(*random_inputs(case), torch.bfloat16)
+    tensors, keywords = in_dtype(torch.bfloat16, *random_inputs(case))
     apart = [far_apart(tensor, 1 << 30) for tensor in tensors[:3]]
     assert all(tensor.stride(1) * 2 >= 1 << 31 for tensor in apart)
     assert torch.equal(dcmha_triton(*apart, **keywords)[0], dcmha_triton(*tensors[:3], **keywords)[0])
@@ -515,7 +522,7 @@ def far_apart(rows: Tensor, distance: int) -> Tensor:
 @interpreted
 @pytest.mark.usefixtures("small", "family")
 def test_autocast_gives_its_dtype_and_factors_keep_theirs() -> None:
-    tensors, keywords = cast(*random_inputs(Case(12, 12)), torch.float32)
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(12, 12)))
     reference = run(dcmha_eager, tensors, keywords)[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output, *gradients = run(dcmha_triton, tensors, keywords)
@@ -527,7 +534,7 @@ def test_autocast_gives_its_dtype_and_factors_keep_theirs() -> None:
 @interpreted
 @pytest.mark.usefixtures("small")
 def test_a_compiler_sees_one_node_without_graph_breaks() -> None:
-    tensors, keywords = cast(*random_inputs(Case(9, 9)), torch.float32)
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(9, 9)))
     compiled = torch.compile(dcmha_triton, fullgraph=True, backend="aot_eager")
     for ours, theirs in zip(run(compiled, tensors, keywords), run(dcmha_triton, tensors, keywords), strict=True):
         torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
@@ -583,7 +590,7 @@ def test_first_keys_keep_packed_documents_apart(groups: int) -> None:
     first_keys = (documents[:, :, None] == documents[:, None]).int().argmax(-1)
     same = (documents[:, :, None] == documents[:, None])[:, None]
     reference = run(dcmha_eager, tensors, {**keywords, "attention_mask": same})
-    low, low_keywords = cast(tensors, keywords, torch.float32)
+    low, low_keywords = in_dtype(torch.float32, tensors, keywords)
     results = run(dcmha_triton, low, {**low_keywords, "first_keys": first_keys})
     for ours, expected in zip(results, reference, strict=True):
         torch.testing.assert_close(ours.double(), expected, atol=2e-5, rtol=1e-5)
@@ -592,7 +599,7 @@ def test_first_keys_keep_packed_documents_apart(groups: int) -> None:
 @interpreted
 @pytest.mark.usefixtures("small")
 def test_first_keys_beyond_32_bits_hide_all_keys() -> None:
-    tensors, keywords = cast(*random_inputs(Case(5, 5)), torch.float32)
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(5, 5)))
     first_keys = torch.tensor([[0, -(2**40), 2**32, 2**32 + 1, torch.iinfo(torch.int64).max]])
     output, _ = dcmha_triton(*tensors[:3], **keywords, first_keys=first_keys)
     narrow = torch.tensor([[0, 0, 5, 5, 127]], dtype=torch.int8)
@@ -606,7 +613,7 @@ def test_first_keys_beyond_32_bits_hide_all_keys() -> None:
 @pytest.mark.usefixtures("small")
 @torch.no_grad()
 def test_keys_of_a_mask_may_lie_farther_apart_than_32_bits_count() -> None:
-    tensors, keywords = cast(*random_inputs(Case(5, 40)), torch.float32)
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(5, 40)))
     mask = torch.rand(5, 40) < 0.5
     distance = 1 << 26
     apart = torch.empty(39 * distance + 5, dtype=torch.bool).as_strided((5, 40), (1, distance)).copy_(mask)
@@ -631,7 +638,7 @@ def test_first_keys_that_the_host_knows_save_work(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("mask", [None, "pairs", "additive"])
 def test_every_implementation_takes_first_keys(implementation: str, mask: str | None) -> None:
     case = Case(9, 9, mask=mask, stages=() if implementation == "sdpa" else BOTH)
-    tensors, keywords = cast(*random_inputs(case), torch.float32)
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(case))
     first_keys = torch.tensor([[0] * 4 + [4] * 5])
     keywords |= {"first_keys": first_keys, "implementation": implementation}
     output = dcmha_attention(*tensors[:3], **keywords)
@@ -650,7 +657,7 @@ def test_decoding_equals_the_reference(case: Case, programs: int, monkeypatch: p
     monkeypatch.setattr(tuning, "DECODE_PROGRAMS", programs)
     tensors, keywords = random_inputs(case)
     reference, _ = dcmha_eager(*tensors[:3], **keywords)
-    low, low_keywords = cast(tensors, keywords, torch.float32)
+    low, low_keywords = in_dtype(torch.float32, tensors, keywords)
     with torch.no_grad():
         output, _ = dcmha_triton(*low[:3], **low_keywords)
     torch.testing.assert_close(output.double(), reference, atol=2e-6, rtol=1e-5)
@@ -666,7 +673,7 @@ def test_decoding_in_half_precision_is_as_exact_as_the_reference_is(dtype: torch
 @torch.no_grad()
 def test_decoding_reads_a_static_cache_in_place() -> None:
     """Keys of a longer cache, factors packed as the cache packs them, and unwritten positions behind a mask."""
-    tensors, keywords = cast(*random_inputs(Case(1, 20, heads=(4, 2), batch=2)), torch.float32)
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(1, 20, heads=(4, 2), batch=2)))
     query, key, value = tensors[:3]
     reference, _ = dcmha_eager(query, key, value, **keywords)
     longer = [torch.cat([rows, torch.full((2, 2, 13, 8), 1e4)], dim=2) for rows in (key, value)]
@@ -696,7 +703,7 @@ def test_a_lone_factor_whose_heads_are_not_contiguous_is_copied(heads: int) -> N
 @interpreted
 @torch.no_grad()
 def test_decoding_hides_what_first_keys_and_masks_hide() -> None:
-    tensors, keywords = cast(*random_inputs(Case(1, 12, batch=2)), torch.float32)
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(1, 12, batch=2)))
     mask = torch.ones(2, 1, 1, 12, dtype=torch.bool)
     mask[0] = False
     first_keys = torch.tensor([[0], [7]])
@@ -710,7 +717,7 @@ def test_decoding_hides_what_first_keys_and_masks_hide() -> None:
 @interpreted
 @torch.no_grad()
 def test_a_compiler_sees_a_decoding_step_as_one_node() -> None:
-    tensors, keywords = cast(*random_inputs(Case(1, 9, terms=ALL)), torch.float32)
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(1, 9, terms=ALL)))
     compiled = torch.compile(dcmha_triton, fullgraph=True, backend="aot_eager")
     expected, _ = dcmha_triton(*tensors[:3], **keywords)
     assert torch.equal(compiled(*tensors[:3], **keywords)[0], expected)
@@ -722,7 +729,7 @@ def test_a_compiler_sees_a_decoding_step_as_one_node() -> None:
 
 @interpreted
 def test_a_single_query_with_gradients_goes_to_chunked() -> None:
-    tensors, keywords = cast(*random_inputs(Case(1, 12)), torch.float32)
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(1, 12)))
     for ours, theirs in zip(run(dcmha_triton, tensors, keywords), run(dcmha_chunked, tensors, keywords), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -738,7 +745,7 @@ def test_a_single_query_with_gradients_goes_to_chunked() -> None:
     ],
 )
 def test_what_the_kernels_do_not_support_is_an_error(change: dict[str, Any], message: str) -> None:
-    tensors, keywords = cast(*random_inputs(Case(9, 9)), torch.float32)
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(9, 9)))
     with pytest.raises(ValueError, match=message):
         dcmha_triton(*tensors[:3], **{**keywords, **change})
 
@@ -746,7 +753,7 @@ def test_what_the_kernels_do_not_support_is_an_error(change: dict[str, Any], mes
 @interpreted
 @torch.no_grad()
 def test_a_mask_that_learns_is_fine_where_no_gradient_is_asked_for() -> None:
-    tensors, keywords = cast(*random_inputs(Case(9, 9)), torch.float32)
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(9, 9)))
     mask = torch.randn(1, 1, 9, 9, requires_grad=True)
     found, expected = (
         dcmha_triton(*tensors[:3], **{**keywords, "attention_mask": one})[0] for one in (mask, mask.detach())
@@ -762,7 +769,7 @@ def test_an_unknown_dtype_is_an_error() -> None:
 
 def test_a_cpu_without_the_interpreter_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    tensors, keywords = cast(*random_inputs(Case(9, 9)), torch.float32)
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(9, 9)))
     with pytest.raises(ValueError, match="runs on CUDA devices"):
         dcmha_triton(*tensors[:3], **keywords)
 
@@ -773,133 +780,6 @@ def test_without_triton_the_op_says_what_to_install(monkeypatch: pytest.MonkeyPa
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    tensors, keywords = cast(*random_inputs(Case(9, 9)), torch.float32)
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(9, 9)))
     with pytest.raises(ImportError, match="implementation='triton' needs Triton: pip install triton, or use 'chunked'"):
         dcmha_triton(*tensors[:3], **keywords)
-
-
-LARGE = [
-    Case(1000, 1000, heads=(16, 16), batch=2, width=64),
-    Case(517, 1030, heads=(32, 8), window=200, width=80),
-    Case(300, 300, heads=(12, 12), rank=4, mask="padding", batch=2, width=32),
-    Case(512, 512, heads=(8, 2), is_causal=False, mask="pairs", width=128),
-    Case(256, 256, heads=(64, 64), stages=("pre",), rank=1, width=16),
-    Case(700, 700, heads=(16, 16), terms=ALL, width=64),
-    Case(300, 300, heads=(16, 8), groups=4, mask="additive", batch=2, width=64),
-    Case(200, 300, heads=(8, 8), groups=2, post_groups=1, terms=ALL, width=64),
-    Case(200, 300, heads=(12, 12), window=64, width=8),
-]
-LARGE_DECODING = [
-    Case(1, 2048, heads=(32, 32), width=128),
-    Case(1, 777, heads=(32, 32), batch=3, width=80, mask="padding"),
-    Case(1, 4096, heads=(64, 8), batch=2, width=128, window=1024),
-    Case(1, 300, heads=(16, 16), batch=64, width=64, rank=4),
-    Case(1, 20000, heads=(8, 2), width=64, mask="additive"),
-    Case(1, 500, heads=(12, 12), terms=ALL, groups=3, width=64),
-    Case(1, 500, heads=(128, 8), terms=ALL, width=128, rank=1),
-]
-
-
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("case", LARGE, ids=str)
-def test_on_a_gpu_nothing_is_noisier_than_the_reference(case: Case, dtype: torch.dtype) -> None:
-    assert_no_noisier_than_the_reference(case, dtype, "cuda")
-
-
-@pytest.mark.gpu
-@on_gpu
-def test_on_a_gpu_two_runs_are_the_same_to_the_bit() -> None:
-    tensors, keywords = cast(*random_inputs(LARGE[0], "cuda"), torch.bfloat16)
-    for first, second in zip(run(dcmha_triton, tensors, keywords), run(dcmha_triton, tensors, keywords), strict=True):
-        assert torch.equal(first, second)
-
-
-@pytest.mark.gpu
-@on_gpu
-def test_on_a_gpu_the_backward_pass_needs_no_map_of_all_pairs() -> None:
-    case = Case(16384, 16384, heads=(16, 16), width=64)
-    tensors, keywords = cast(*random_inputs(case, "cuda"), torch.bfloat16)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run(dcmha_triton, tensors, keywords)
-    pairs = case.heads[0] * case.queries * case.keys * 2
-    assert torch.cuda.max_memory_allocated() - before < pairs / 2
-
-
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("window", [None, 256])
-def test_on_a_gpu_a_graph_replays_both_passes(window: int | None) -> None:
-    case = Case(1024, 1024, heads=(16, 16), width=64, window=window)
-    tensors, keywords = cast(*random_inputs(case, "cuda"), torch.bfloat16)
-    upstream = torch.randn(1, 1024, 16, 64, dtype=torch.bfloat16, device="cuda")
-
-    def step() -> tuple[Tensor, ...]:
-        output, _ = dcmha_triton(*tensors[:3], **keywords)
-        return output, *torch.autograd.grad(output, tensors, upstream)
-
-    torch.cuda.synchronize()  # the other stream does not wait for the inputs
-    with torch.cuda.stream(torch.cuda.Stream()):
-        expected = step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed = step()
-    with torch.no_grad():
-        for tensor in replayed:
-            tensor.zero_()
-    graph.replay()
-    for ours, theirs in zip(replayed, expected, strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("case", LARGE_DECODING, ids=str)
-def test_on_a_gpu_decoding_is_no_noisier_than_the_reference(case: Case, dtype: torch.dtype) -> None:
-    assert_decoding_is_no_noisier_than_the_reference(case, dtype, "cuda")
-
-
-@pytest.mark.gpu
-@on_gpu
-@torch.no_grad()
-def test_on_a_gpu_a_decoding_step_can_be_captured_in_a_graph() -> None:
-    case = Case(1, 1000, heads=(16, 16), batch=2, width=64, mask="padding")
-    tensors, keywords = cast(*random_inputs(case, "cuda"), torch.bfloat16)
-    expected, _ = dcmha_triton(*tensors[:3], **keywords)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output, _ = dcmha_triton(*tensors[:3], **keywords)
-    output.zero_()
-    graph.replay()
-    assert torch.equal(output, expected)
-    keywords["attention_mask"][..., ::2] = False
-    graph.replay()
-    assert torch.equal(output, dcmha_triton(*tensors[:3], **keywords)[0])
-    assert not torch.equal(output, expected)
-
-
-@pytest.mark.gpu
-@on_gpu
-def test_on_a_gpu_first_keys_keep_packed_documents_apart() -> None:
-    case = Case(900, 900, heads=(16, 8), width=64, window=300)
-    tensors, keywords = cast(*random_inputs(case, "cuda"), torch.float32)
-    documents = (torch.arange(900, device="cuda") // 250)[None]
-    same = (documents[:, :, None] == documents[:, None])[:, None]
-    reference = run(dcmha_eager, tensors, {**keywords, "attention_mask": same})
-    for first_keys in (documents * 250, documents.cpu() * 250):
-        results = run(dcmha_triton, tensors, {**keywords, "first_keys": first_keys})
-        for ours, expected in zip(results, reference, strict=True):
-            assert (ours - expected).norm() <= 1e-3 * expected.norm()
-
-
-@pytest.mark.gpu
-@on_gpu
-@torch.no_grad()
-def test_on_a_gpu_a_compiled_decoding_step_is_the_same() -> None:
-    tensors, keywords = cast(*random_inputs(Case(1, 300, heads=(8, 8), width=64), "cuda"), torch.bfloat16)
-    compiled = torch.compile(dcmha_triton, fullgraph=True)
-    assert torch.equal(compiled(*tensors[:3], **keywords)[0], dcmha_triton(*tensors[:3], **keywords)[0])

@@ -97,7 +97,8 @@ def test_what_is_launched_in_all_large_cases_compiles(architecture: str, dtype: 
 def print_variants(dtype: str) -> None:
     """Prints how often each kernel would be compiled for prompts of many lengths, then the same for decoding."""
     import torch
-    from test_triton import Case, cast, random_inputs
+    from cases.composed_op import in_dtype
+    from test_triton import Case, random_inputs
 
     from dynattn.modeling.ops.dcmha.triton.attention import dcmha_triton
 
@@ -113,7 +114,7 @@ def print_variants(dtype: str) -> None:
     for shapes in (prompts, [(1, keys, None) for keys in (*range(1, 40), *lengths, 1000, 4096, 5000)]):
         for queries, keys, window in shapes:
             case = Case(queries, keys, heads=(16, 16), window=window, width=16, rank=1)
-            tensors, keywords = cast(*random_inputs(case), getattr(torch, dtype))
+            tensors, keywords = in_dtype(getattr(torch, dtype), *random_inputs(case))
             with torch.no_grad():
                 dcmha_triton(*tensors[:3], **keywords)
         print(json.dumps(Counter(names)))
@@ -123,12 +124,13 @@ def print_variants(dtype: str) -> None:
 def run_with_tables(case: Any, dtype: Any, *, compose_bias: bool) -> None:
     """Runs a case with a bias and a gain, which have gradients in a case with several queries."""
     import torch
-    from test_triton import cast, random_inputs, run
+    from cases.composed_op import in_dtype
+    from test_triton import random_inputs, run
 
     from dynattn.modeling.ops.dcmha.triton.attention import dcmha_triton
     from dynattn.modeling.ops.distance_tables import DistanceTables
 
-    tensors, keywords = cast(*random_inputs(case), dtype)
+    tensors, keywords = in_dtype(dtype, *random_inputs(case))
     tables = [torch.randn(case.keys, case.heads[0], requires_grad=True) for _ in range(2)]
     keywords["tables"] = DistanceTables(*tables, None, compose_bias)
     if case.queries > 1:
@@ -141,7 +143,8 @@ def run_with_tables(case: Any, dtype: Any, *, compose_bias: bool) -> None:
 def main(architecture: str, dtype: str, *chosen: str) -> None:
     """Prints what each chosen case of `test_triton` launches and then `variants`, or what calls with `tables` do."""
     import torch
-    from test_triton import LARGE, LARGE_DECODING, cast, random_inputs, run
+    from cases.composed_op import in_dtype
+    from test_triton import LARGE, LARGE_DECODING, random_inputs, run
 
     from dynattn.modeling.ops.dcmha.triton import decode, workspace
     from dynattn.modeling.ops.dcmha.triton.attention import dcmha_triton
@@ -162,7 +165,7 @@ def main(architecture: str, dtype: str, *chosen: str) -> None:
             names.clear()
         return
     for index in map(int, filter(str.isdigit, chosen)) if chosen else range(len(cases)):
-        tensors, keywords = cast(*random_inputs(cases[index]), getattr(torch, dtype))
+        tensors, keywords = in_dtype(getattr(torch, dtype), *random_inputs(cases[index]))
         if cases[index].queries > 1:
             run(dcmha_triton, tensors, keywords)
         else:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases.composed_op import ALL
+from cases.composed_op import ALL, in_dtype
 from cases.triton_marks import interpreted
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from dynattn.modeling.ops.dcmha.triton.attention import dcmha_triton
 from dynattn.modeling.ops.dcmha.triton.tiling import RowTiling, WindowTiling, add_blocks, aligned, choose_tiling
 from dynattn.modeling.ops.masking import Structure
 
-from .test_triton import Case, assert_no_noisier_than_the_reference, cast, family, random_inputs, run
+from .test_triton import Case, assert_no_noisier_than_the_reference, family, random_inputs, run
 
 pytest.importorskip("triton")
 
@@ -107,7 +107,7 @@ def assert_equal(ours: tuple[Tensor, ...], reference: tuple[Tensor, ...]) -> Non
 def test_output_and_all_gradients_equal_the_reference_in_one_chunk(case: Case, launched: list[str]) -> None:
     tensors, keywords = random_inputs(case)
     reference = run(dcmha_eager, tensors, keywords)
-    assert_equal(run(dcmha_triton, *cast(tensors, keywords, torch.float32)), reference)
+    assert_equal(run(dcmha_triton, *in_dtype(torch.float32, tensors, keywords)), reference)
     assert chunks_of(launched) == 1
 
 
@@ -122,7 +122,7 @@ def test_chunks_of_blocks_and_of_rows_of_the_batch_equal_the_reference(
     monkeypatch.setattr(tuning, "LARGEST_MAP", room * 2 * 16 * 48)
     tensors, keywords = random_inputs(Case(48, 48, window=20, rank=1, batch=2))
     reference = run(dcmha_eager, tensors, keywords)
-    assert_equal(run(dcmha_triton, *cast(tensors, keywords, torch.float32)), reference)
+    assert_equal(run(dcmha_triton, *in_dtype(torch.float32, tensors, keywords)), reference)
     assert chunks_of(launched) == chunks
 
 
@@ -143,7 +143,7 @@ def test_first_keys_keep_packed_documents_apart(groups: int, launched: list[str]
     same = (documents[:, :, None] == documents[:, None])[:, None]
     first_keys = same[:, 0].to(torch.uint8).argmax(-1)
     reference = run(dcmha_eager, tensors, {**keywords, "attention_mask": same})
-    low, low_keywords = cast(tensors, keywords, torch.float32)
+    low, low_keywords = in_dtype(torch.float32, tensors, keywords)
     assert_equal(run(dcmha_triton, low, {**low_keywords, "first_keys": first_keys}), reference)
     assert chunks_of(launched) == 1
 
@@ -151,7 +151,7 @@ def test_first_keys_keep_packed_documents_apart(groups: int, launched: list[str]
 @interpreted
 @pytest.mark.usefixtures("family")
 def test_hidden_rows_give_zeros_and_finite_gradients(launched: list[str]) -> None:
-    tensors, keywords = cast(*random_inputs(Case(37, 37, batch=2, window=5, rank=1)), torch.float32)
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(37, 37, batch=2, window=5, rank=1)))
     mask = torch.ones(2, 1, 1, 37, dtype=torch.bool)
     mask[0, ..., :10] = False  # padding on the left
     output, *gradients = run(dcmha_triton, tensors, {**keywords, "attention_mask": mask})
@@ -165,7 +165,7 @@ def test_hidden_rows_give_zeros_and_finite_gradients(launched: list[str]) -> Non
 def test_rows_are_read_in_place() -> None:
     tensors, keywords = random_inputs(Case(40, 40, batch=2, window=5, rank=1))
     reference = run(dcmha_eager, tensors, keywords)
-    low, keywords = cast(tensors, keywords, torch.float32)
+    low, keywords = in_dtype(torch.float32, tensors, keywords)
     orders = ((0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 3, 2))  # in the last one channels are not contiguous
     for index, order in enumerate(orders):
         back = [order.index(axis) for axis in range(4)]
@@ -178,7 +178,7 @@ def test_rows_are_read_in_place() -> None:
 @interpreted
 @pytest.mark.usefixtures("family")
 def test_what_is_not_finite_stays_in_the_reach_of_its_block() -> None:
-    tensors, keywords = cast(*random_inputs(Case(64, 64, window=5, rank=1)), torch.float32)
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(64, 64, window=5, rank=1)))
     with torch.no_grad():
         tensors[2][:, :, 17] = torch.nan
     output, grad_query, *_ = run(dcmha_triton, tensors, keywords)
@@ -195,7 +195,7 @@ def test_what_is_not_finite_stays_in_the_reach_of_its_block() -> None:
 def test_launches_do_not_grow_with_the_sequence(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     names = record(monkeypatch, run=False)
     monkeypatch.setattr(tuning, "BLOCK", 64)
-    run(dcmha_triton, *cast(*random_inputs(Case(length, length, rank=1, window=256, width=4)), torch.float32))
+    run(dcmha_triton, *in_dtype(torch.float32, *random_inputs(Case(length, length, rank=1, window=256, width=4))))
     assert chunks_of(names) == 1
 
 
