@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def environment_of_guides(folder: Path) -> dict[str, str]:
     programs = folder / ".programs"
     programs.mkdir()
     for name, arguments in PROGRAMS.items():
-        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
+        (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {arguments} "$@"\n')
         (programs / name).chmod(0o755)
     paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
