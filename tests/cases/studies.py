@@ -10,6 +10,19 @@ from dynattn.scripts.compare import job
 from dynattn.scripts.pretrain.guard import DivergedError
 
 
+def record_training(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list to which the name of each run, such as "seed-0/plain", is added when it is trained."""
+    trained: list[str] = []
+    pretrain = job.pretrain
+
+    def recorded(arguments: Any) -> Any:
+        trained.append("/".join(Path(arguments.output).parts[-2:]))
+        return pretrain(arguments)
+
+    monkeypatch.setattr(job, "pretrain", recorded)
+    return trained
+
+
 def pretend_to_train(monkeypatch: pytest.MonkeyPatch, diverging: Collection[str]) -> list[str]:
     """Replaces training: runs end at once, those with names such as "seed-0/plain" that are `diverging` badly.
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.golden import case_names, read_case, tensors_under
+from cases.golden import assert_gradients, case_names, read_case, tensors_under
 from cases.rcmha import our_attention
 from torch import Tensor
 from transformers import DynamicCache
@@ -78,10 +78,7 @@ def test_attention_has_official_outputs_and_gradients(name: str, implementation:
         for item in tensors_under(tensors, "grad.").items()
         if item[0] not in ("query", "key_value")
     )
-    for key, parameter in attention.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, grads[key], atol=1e-8, rtol=0, msg=lambda text, key=key: f"{key}: {text}"
-        )
+    assert_gradients(attention, grads)
     # The official module takes the segment twice, as queries and as the last keys.
     expected = tensors["grad.key_value"].clone()
     expected[-tensors["query"].shape[0] :] += tensors["grad.query"]

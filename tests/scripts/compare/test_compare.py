@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from cases.plots import coarse_plots  # noqa: F401 (a fixture)
-from cases.studies import pretend_to_train
+from cases.studies import pretend_to_train, record_training
 from matplotlib.figure import Figure
 
 from dynattn.scripts import cli
@@ -295,14 +295,7 @@ def test_a_tiny_comparison_goes_on_and_grows(tmp_path: Path, text: Path, monkeyp
 
     One rate makes both diverge, which is no reason to stop, nor to train them again.
     """
-    trained: list[str] = []
-
-    def pretrain(arguments: Any) -> Any:
-        trained.append("/".join(Path(arguments.output).parts[-2:]))
-        return original(arguments)
-
-    original = job.pretrain
-    monkeypatch.setattr(job, "pretrain", pretrain)
+    trained = record_training(monkeypatch)
     files = [variant(tmp_path, "llama", text, model_type="llama"), variant(tmp_path, "dcformer", text)]
     command = ["compare", *files, "--output", str(tmp_path / "study"), "--learning_rates", "1e-3", "1e-2", "1e30"]
     assert cli.main(command) == 2  # such a rate times the usual weight decay is refused

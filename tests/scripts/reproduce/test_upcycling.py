@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases.studies import pretend_to_train
+from cases.studies import pretend_to_train, record_training
 from safetensors.torch import load_file
 
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.compare import job
 from dynattn.scripts.compare.figures import PLOT, draw_arms
 from dynattn.scripts.compare.record import compare
 from dynattn.scripts.compare.study_folder import claim, draw
@@ -117,20 +116,13 @@ def test_a_folder_belongs_to_one_study(tmp_path: Path):
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Shrinks the study's model and data; the list names every run that is trained."""
-    trained: list[str] = []
     text = tmp_path / "text.jsonl"
     text.write_text("\n".join(json.dumps({"text": f"The number {n} comes before {n + 1}. " * 5}) for n in range(99)))
 
-    def pretrain(arguments: Any) -> Any:
-        trained.append("/".join(Path(arguments.output).parts[-2:]))
-        return original(arguments)
-
-    original = job.pretrain
     monkeypatch.setattr(upcycling_runs, "MODEL", TINY)
     monkeypatch.setattr(upcycling_runs, "COMMON", {**upcycling_runs.COMMON, "dataset": str(text)})
     monkeypatch.setattr(upcycling_runs, "PARENT", {**upcycling_runs.PARENT, "vocab_size": 300})
-    monkeypatch.setattr(job, "pretrain", pretrain)
-    return trained
+    return record_training(monkeypatch)
 
 
 @pytest.mark.usefixtures("coarse_plots")
