@@ -91,7 +91,7 @@ def run_probe(work: Path) -> None:
     environment |= {"HF_HOME": str(work / "home"), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-I", probe.__file__, str(work / "job.json")]
     finished = subprocess.run(
-        command, cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        command, cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, errors="replace", check=False
     )
     if finished.returncode != 0:
         reason = last_line(finished.stderr) if finished.stderr.strip() else f"exit status {finished.returncode}"

@@ -438,3 +438,13 @@ def test_interpreter_of_the_probe_is_isolated(tmp_path: Path, monkeypatch: pytes
     assert options["cwd"] == tmp_path
     assert "HF_TOKEN" not in options["env"]
     assert options["env"]["HF_HUB_OFFLINE"] == "1"
+
+
+def test_what_the_probe_says_in_another_encoding_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers write what they say in that of the system, which Python's isolated mode may not share."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nprintf 'no \\377\\n' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(UserError, match="does not work without the package, so it was not written: no \ufffd"):
+        run_probe(tmp_path)
