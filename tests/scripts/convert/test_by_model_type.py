@@ -72,9 +72,10 @@ def test_a_tokenizer_whose_class_the_parent_implies_reads_text_as_before(files: 
     if files.endswith("alone"):
         (parent / "tokenizer_config.json").unlink()
     if files.startswith("vocab"):
-        model = json.loads((parent / "tokenizer.json").read_text())["model"]
+        model = json.loads((parent / "tokenizer.json").read_bytes())["model"]
         (parent / "vocab.json").write_text(json.dumps(model["vocab"]))
-        (parent / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
+        merges = "\n".join(" ".join(pair) for pair in model["merges"])
+        (parent / "merges.txt").write_text(merges, encoding="utf-8")
         (parent / "tokenizer.json").unlink()
     convert_well("bart", parent, tmp_path / "ours", "--no-verify")
     convert_well("bart", tmp_path / "ours", tmp_path / "back", "--reverse", "--no-verify")
