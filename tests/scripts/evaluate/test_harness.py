@@ -11,6 +11,7 @@ from typing import Any
 import lm_eval
 import pytest
 import torch
+from cases.checkpoints import edit_config
 from lm_eval import tasks as lm_eval_tasks
 from lm_eval._cli import HarnessCLI
 from lm_eval.api.instance import Instance
@@ -337,7 +338,7 @@ def test_command_line_writes_complete_results(
     assert owner["metrics"]["acc"]["higher_is_better"] and owner["metrics"]["acc"]["stderr"] > 0
     rows = {(row[0], row[3]): row[-1] for row in map(cells, table.splitlines()) if len(row) == 8}
     assert rows[TASK, "acc"] == "0.3611" and rows["builtin_heldout", "word_perplexity"] == ""
-    assert f"| {TASK} " in table and (output / "results.md").read_text().strip() in table
+    assert f"| {TASK} " in table and (output / "results.md").read_text(encoding="utf-8").strip() in table
     samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
     assert [sample["task"] for sample in samples] == ["builtin_heldout"] * 12 + [TASK] * 12
     assert sorted(path.name for path in output.iterdir()) == ["lm-eval", "results.json", "results.md", "samples.jsonl"]
@@ -454,8 +455,7 @@ def damage(checkpoint: Path, how: str) -> None:
         case "config of another kind":
             (checkpoint / "config.json").write_text("[]")
         case "field of another kind":
-            config = json.loads((checkpoint / "config.json").read_text())
-            (checkpoint / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
+            edit_config(checkpoint, num_attention_heads=0)
         case "tokenizer of another kind":
             (checkpoint / "tokenizer.json").write_text("[]")
         case "both ways":
@@ -470,8 +470,7 @@ def damage(checkpoint: Path, how: str) -> None:
         case "small embedding":
             llama(vocab_size=300).save_pretrained(checkpoint)
         case "another size":
-            config = json.loads((checkpoint / "config.json").read_text())
-            (checkpoint / "config.json").write_text(json.dumps(config | {"vocab_size": 400}))
+            edit_config(checkpoint, vocab_size=400)
         case "unknown type":
             (checkpoint / "config.json").write_text('{"model_type": "unheard_of"}')
         case "no config":

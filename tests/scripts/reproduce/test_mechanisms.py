@@ -237,6 +237,9 @@ def test_with_many_runs_p_is_that_of_the_normal_approximation():
     assert found == pytest.approx(float(stats.logrank(first, second).pvalue), rel=0.1)
 
 
+SETTINGS = {"steps": 10, "batch": 50, "learning_rates": [1e-3], "tuning_seed": 9}
+
+
 def finished(task: str, arm: str, seed: int, solved: int | None, heads: int = 4) -> dict[str, object]:
     run = asdict(Run(task, arm, 2, heads, seed, 1e-3))
     accuracy = 1.0 if solved else 0.5
@@ -248,8 +251,7 @@ def finished(task: str, arm: str, seed: int, solved: int | None, heads: int = 4)
 def test_the_table_answers_the_question():
     runs = [finished("recall-12", "plain", seed, None) for seed in range(5)]
     runs += [finished("recall-12", arm, seed, 100 + seed) for arm in ("plain-2h", "full") for seed in range(5)]
-    settings = {"steps": 10, "batch": 50, "learning_rates": [1e-3], "tuning_seed": 9}
-    record = make_record(runs, settings)
+    record = make_record(runs, SETTINGS)
     text = table(record)
     assert "| recall-12, 2 layers, H = 4 | 0 of 5 | 5 of 5 | 5 of 5 |" in text
     assert "against plain p = " in text and "against plain, twice the heads p = 1 (+0.0 runs)" in text
@@ -264,7 +266,7 @@ def test_heads_to_solve_counts_the_heads_of_each_side():
     runs += [finished("recall-12", "full", seed, 100, heads) for heads in (2, 4) for seed in range(3)]
     runs += [finished("recall-12", "plain-2h", seed, 100 if seed else None, heads=4) for seed in range(3)]
     runs += [finished("recall-12", "plain", seed, 100 if seed > 1 else None, heads=4) for seed in range(3)]
-    text = table(make_record(runs, {"steps": 10, "batch": 50, "learning_rates": [1e-3], "tuning_seed": 9}))
+    text = table(make_record(runs, SETTINGS))
     assert "| plain | more than 4 |" in text
     assert "| plain, twice the heads | 8 |" in text
     assert "| DCMHA | 2 |" in text
@@ -275,9 +277,8 @@ def test_heads_to_solve_takes_each_arm_where_it_was_run():
     runs = [finished("recall-12", "plain", seed, 100, heads) for heads in (1, 2, 4) for seed in range(3)]
     runs += [finished("recall-12", "full", seed, 100, heads) for heads in (2, 4) for seed in range(3)]
     runs += [finished("selective-copy-4", arm, seed, None, 2) for arm in ("plain", "mdha") for seed in range(3)]
-    settings = {"steps": 10, "batch": 50, "learning_rates": [1e-3], "tuning_seed": 9}
     refused = [{"arm": arm, "heads": 1, "reason": "takes at least 2 heads"} for arm in ("full", "rank-1")]
-    text = table(make_record(runs, {**settings, "refused": refused}))
+    text = table(make_record(runs, {**SETTINGS, "refused": refused}))
     assert "| plain | 1 | more than 2 |" in text
     assert "| DCMHA | 2 (H = 2, 4) |  |" in text
     assert "| MDHA |  | more than 2 |" in text
@@ -288,8 +289,7 @@ def test_heads_to_solve_takes_each_arm_where_it_was_run():
 def test_a_record_without_its_runs_gets_its_tests_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     runs = [finished("recall-12", "plain", seed, 9 + seed) for seed in range(5)]
     runs += [finished("recall-12", "full", seed, 99 + seed) for seed in range(5)]
-    settings = {"steps": 10, "batch": 50, "learning_rates": [1e-3], "tuning_seed": 9}
-    record = make_record(runs, settings)
+    record = make_record(runs, SETTINGS)
     earlier = json.loads(json.dumps(record))
     earlier["tasks"][0]["log_rank"]["full against plain"] |= {"p": 0.0027, "p_holm": 0.0027}
     (tmp_path / "record.json").write_text(json.dumps(earlier))
@@ -313,8 +313,7 @@ def test_every_run_is_drawn_in_the_row_of_its_arm(tmp_path: Path, monkeypatch: p
     runs = [finished(*cell, seed, step) for cell, steps in times.items() for seed, step in enumerate(steps)]
     drawn: list[Any] = []
     monkeypatch.setattr(figures.plt, "close", drawn.append)
-    settings = {"steps": 10, "batch": 50, "learning_rates": [1e-3], "tuning_seed": 9}
-    figures.draw_solved(make_record(runs, settings), tmp_path / "solved.png")
+    figures.draw_solved(make_record(runs, SETTINGS), tmp_path / "solved.png")
     lines = [[line for line in axes.get_lines() if line.get_marker() in (">", "o")] for axes in drawn[0].axes]
     found = [[(line.get_marker(), *line.get_xydata()[0].round()) for line in panel] for panel in lines]
     monkeypatch.undo()
