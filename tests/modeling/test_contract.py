@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,8 @@ from dynattn.modeling.caches.names import CACHE_NAME, NEW_NAME
 from dynattn.modeling.layers.attention_interface import attention_function, compact_mask
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 
-TINY = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+TINY = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+PLAIN = {"compose_pre": False, "compose_post": False}
 IDS = torch.randint(0, 97, (2, 14), generator=torch.Generator().manual_seed(7))
 
 
@@ -168,7 +170,7 @@ def test_a_new_model_is_initialised_as_the_configuration_says() -> None:
 
 
 def test_a_checkpoint_without_composition_weights_gets_fresh_ones(tmp_path: Path) -> None:
-    make_model(compose_pre=False, compose_post=False).save_pretrained(tmp_path)
+    make_model(**PLAIN).save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path, compose_pre=True, compose_post=True, compose_init_scale=0)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, config=config, attn_implementation="eager")
@@ -232,27 +234,25 @@ def test_attention_implementations_that_cannot_serve_are_refused() -> None:
         with pytest.raises(ValueError, match=re.escape(f"{name!r} cannot compose heads; use 'eager'")):
             make_model(attn_implementation=name)
     with pytest.raises(ValueError, match="nonsense"):
-        make_model(attn_implementation="nonsense", compose_pre=False, compose_post=False)
+        make_model(attn_implementation="nonsense", **PLAIN)
     assert make_model().config._attn_implementation == "chunked"
 
 
 @pytest.mark.parametrize(
-    ("model", "name", "message"),
+    ("make", "name", "message"),
     [
-        (make_model(), "sdpa", "'sdpa' cannot compose heads"),
-        (make_model(compose_pre=False, compose_post=False, position_scheme="alibi"), "sdpa", "would ignore the tables"),
-        (RCMHAForCausalLM(RCMHAConfig(vocab_size=97, **TINY)), "flex_attention", "'flex_attention' does not exist for"),
-        (
-            DCModernBertForMaskedLM(DCModernBertConfig(vocab_size=97, pad_token_id=0, **TINY)),
-            "sdpa",
-            "'sdpa' cannot compose heads",
-        ),
-        (DCBartForConditionalGeneration(DCBartConfig(vocab_size=97, **TINY)), "sdpa", "'sdpa' cannot compose heads"),
+        (make_model, "sdpa", "'sdpa' cannot compose heads"),
+        (lambda: make_model(**PLAIN, position_scheme="alibi"), "sdpa", "would ignore the tables"),
+        (lambda: RCMHAForCausalLM(RCMHAConfig(**TINY)), "flex_attention", "'flex_attention' does not exist for"),
+        (lambda: DCModernBertForMaskedLM(DCModernBertConfig(**TINY, pad_token_id=0)), "sdpa", "'sdpa' cannot compose"),
+        (lambda: DCBartForConditionalGeneration(DCBartConfig(**TINY)), "sdpa", "'sdpa' cannot compose heads"),
     ],
+    ids=["dcformer", "alibi", "rcmha", "dcmodernbert", "dcbart"],
 )
 def test_an_implementation_that_is_set_in_the_configuration_of_a_finished_model_is_checked(
-    model: PreTrainedModel, name: str, message: str
+    make: Callable[[], PreTrainedModel], name: str, message: str
 ) -> None:
+    model = make()
     model.config._attn_implementation = name
     with pytest.raises(ValueError, match=message):
         model(input_ids=IDS, labels=IDS)
@@ -271,7 +271,7 @@ def test_a_function_that_others_register_with_transformers_may_compose_heads() -
 def test_attention_maps_come_from_any_implementation() -> None:
     mask = torch.ones_like(IDS)
     mask[1, :4] = 0
-    for switches in ({}, {"compose_pre": False, "compose_post": False}):
+    for switches in ({}, PLAIN):
         with torch.no_grad():
             expected = make_model(attn_implementation="eager", **switches)(IDS, mask, output_attentions=True)
             model = make_model(**switches)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.golden import case_names, read_case, read_meta, tensors_under
+from cases.golden import assert_gradients, case_names, read_case, read_meta, tensors_under
 from cases.models import decode
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -112,11 +112,7 @@ def test_attention_equals_the_official_one_in_float64(name: str, implementation:
 
     (output * tensors["grad_y"]).sum().backward()
     torch.testing.assert_close(x.grad, tensors["grad.x"], atol=1e-8, rtol=0)
-    official = tensors_under(tensors, "grad.")
-    expected = attention_weights(official, query_wise_only)
-    assert expected.keys() == dict(attention.named_parameters()).keys()
-    for key, parameter in attention.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[key], atol=1e-8, rtol=0, msg=lambda m, k=key: f"{k}: {m}")
+    assert_gradients(attention, attention_weights(tensors_under(tensors, "grad."), query_wise_only))
 
 
 def build_model(meta: dict[str, Any], tensors: dict[str, Tensor], run: dict[str, Any]) -> PreTrainedModel:

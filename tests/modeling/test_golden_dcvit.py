@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.golden import flax_attention, read_case, tensors_under
+from cases.golden import assert_gradients, flax_attention, read_case, tensors_under
 from torch import Tensor, nn
 
 from dynattn import DCViTConfig, DCViTForImageClassification
@@ -120,6 +120,4 @@ def test_it_equals_the_official_model(name: str, implementation: str, monkeypatc
     expected = our_weights(tensors_under(tensors, "grad.sd."))
     # A position of the class token would get its gradient: the two are added.
     place_class_token(expected, expected.get("model.embeddings.class_token"))
-    assert expected.keys() == dict(model.named_parameters()).keys()
-    for key, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[key], atol=1e-8, rtol=0, msg=lambda m, k=key: f"{k}: {m}")
+    assert_gradients(model, expected)

@@ -16,6 +16,9 @@ from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCa
 VOCAB = 97
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LARGE = {"initializer_range": 0.3}
+crops_static_caches = pytest.mark.skipif(
+    not hasattr(StaticLayer, "crop"), reason="this version of Transformers crops no static caches"
+)
 FAMILIES = ["dcformer", "dcpythia", "rcmha", "rcmha-all"]
 
 
@@ -170,7 +173,7 @@ def make_wide(family: str, **more: Any) -> PreTrainedModel:
     return without_end(DCPythiaForCausalLM(DCPythiaConfig(**fields)))
 
 
-@pytest.mark.skipif(not hasattr(StaticLayer, "crop"), reason="this version of Transformers crops no static caches")
+@crops_static_caches
 @torch.no_grad()
 def test_a_cropped_static_cache_is_that_of_fewer_tokens() -> None:
     model, ids = make_wide("dcpythia"), torch.randint(1, VOCAB, (2, 12))
@@ -180,7 +183,7 @@ def test_a_cropped_static_cache_is_that_of_fewer_tokens() -> None:
     torch.testing.assert_close(decode(model, ids[:, 5:], cache), model(ids).logits[:, 5:], atol=1e-4, rtol=0)
 
 
-@pytest.mark.skipif(not hasattr(StaticLayer, "crop"), reason="this version of Transformers crops no static caches")
+@crops_static_caches
 def test_speculation_with_a_static_cache_generates_the_tokens_of_greedy_decoding() -> None:
     model, prompt = make_wide("dcpythia"), torch.randint(1, VOCAB, (1, 12))
     greedy = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
@@ -189,7 +192,7 @@ def test_speculation_with_a_static_cache_generates_the_tokens_of_greedy_decoding
     assert torch.equal(drafted, model.generate(prompt, **greedy))
 
 
-@pytest.mark.skipif(not hasattr(StaticLayer, "crop"), reason="this version of Transformers crops no static caches")
+@crops_static_caches
 @torch.no_grad()
 def test_a_static_cache_cannot_take_convolved_tokens_back() -> None:
     model = make_wide("rcmha")
@@ -200,7 +203,7 @@ def test_a_static_cache_cannot_take_convolved_tokens_back() -> None:
         cache.crop(-1)
 
 
-@pytest.mark.skipif(not hasattr(StaticLayer, "crop"), reason="this version of Transformers crops no static caches")
+@crops_static_caches
 @torch.no_grad()
 def test_a_static_cache_takes_tokens_back_that_no_convolution_reads() -> None:
     model, ids = make_wide("rcmha", attention_type="rmha"), torch.randint(1, VOCAB, (2, 12))
