@@ -1,5 +1,6 @@
 """Prompts of different lengths in one forward pass: the same logits and tokens as with padding, refusals."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -115,25 +116,28 @@ def test_prompts_share_rows_as_long_as_the_longest() -> None:
     assert start.tolist() == [0, 7, 0, 3, 9, 0, 0]
 
 
+def make_llama() -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
 @pytest.mark.parametrize(
-    ("model", "prompts", "message"),
+    ("make", "prompts", "message"),
     [
-        (RCMHAForCausalLM(RCMHAConfig.from_size("tiny")), [[1, 2]], "a rcmha cannot read packed prompts into a cache"),
-        (
-            LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)),
-            [[1, 2]],
-            "a llama cannot read packed prompts",
-        ),
-        (make_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), [[1]], "'dynamic'"),
-        (make_model().model, [[1]], "a DCFormerModel has no language modeling head"),
-        (make_model(), [], "must be one or more tensors"),
-        (make_model(), [[1], []], r"shapes \[\(1,\), \(0,\)\] must be"),
-        (make_model(), [[[1, 2]]], r"shapes \[\(1, 2\)\] must be"),
+        (lambda: RCMHAForCausalLM(RCMHAConfig.from_size("tiny")), [[1, 2]], "a rcmha cannot read packed prompts into"),
+        (make_llama, [[1, 2]], "a llama cannot read packed prompts"),
+        (lambda: make_model(rope_parameters=DYNAMIC), [[1]], "'dynamic'"),
+        (lambda: make_model().model, [[1]], "a DCFormerModel has no language modeling head"),
+        (make_model, [], "must be one or more tensors"),
+        (make_model, [[1], []], r"shapes \[\(1,\), \(0,\)\] must be"),
+        (make_model, [[[1, 2]]], r"shapes \[\(1, 2\)\] must be"),
     ],
 )
-def test_what_cannot_be_packed_is_refused(model: Any, prompts: list[Any], message: str) -> None:
+def test_what_cannot_be_packed_is_refused(make: Callable[[], Any], prompts: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        prepack(model, [torch.tensor(prompt, dtype=torch.long) for prompt in prompts])
+        prepack(make(), [torch.tensor(prompt, dtype=torch.long) for prompt in prompts])
 
 
 def test_prompts_that_are_no_tensors_are_refused() -> None:
