@@ -18,7 +18,8 @@ import torch
 # Data and code that tests load stay out of the user's caches, which may be full of other things, or not writable.
 _CACHES = tempfile.TemporaryDirectory(prefix="dynattn-tests-")
 os.environ["HF_HOME"] = _CACHES.name
-for name in ("HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_MODULES_CACHE"):  # which would take precedence
+# Other names would take precedence, and without C code the tests of it would find nothing to test.
+for name in ("HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_MODULES_CACHE", "DYNATTN_COMPILE"):
     os.environ.pop(name, None)
 
 # Imports make a million objects that stay. Looking for garbage among them meanwhile takes a fifth of the imports' time.

@@ -1,5 +1,6 @@
 """Completion offers what the help texts list, and a real shell completes with it."""
 
+import shlex
 import subprocess
 import sys
 
@@ -23,7 +24,7 @@ def test_jobs_conversions_and_options_follow() -> None:
 
 def test_the_function_of_bash_completes() -> None:
     program = f"""
-dynattn() {{ {sys.executable} -m dynattn "$@"; }}
+dynattn() {{ {shlex.quote(sys.executable)} -m dynattn "$@"; }}
 eval "$(dynattn completion bash)"
 COMP_WORDS=(dynattn convert o) COMP_CWORD=2; _dynattn; echo "${{COMPREPLY[@]}}"
 COMP_WORDS=(dynattn publish --dry) COMP_CWORD=2; _dynattn; echo "${{COMPREPLY[@]}}"
