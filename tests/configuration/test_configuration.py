@@ -83,7 +83,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"compose_groups": 3}, r"compose_groups \(3\) must divide num_attention_heads \(4\)"),
     ({"compose_groups": 4}, "leaves 1 to a group"),
     ({"compose_hidden_size": 0}, "compose_hidden_size"),
-    ({"compose_norm_eps": 0.0}, "compose_norm_eps"),
     ({"sliding_window": 0}, r"sliding_window \(0\) must be at least 1"),
     ({"sliding_window": 1}, r"sliding_window \(1\) must be at least 2: .*nothing but itself"),
     ({"sliding_window": None, "layer_types": ["sliding_attention"] * 4}, "sliding_window is None"),

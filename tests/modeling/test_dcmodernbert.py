@@ -210,7 +210,6 @@ def test_the_loss_is_of_labelled_tokens_without_a_shift() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"local_attention": 1}, r"local_attention \(1\) must be at least 2"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types|num_hidden_layers"),
         ({"layer_types": ["chunked_attention"] * 4}, r"layer_types has \['chunked_attention'\]; only"),
         ({"classifier_pooling": "max"}, "classifier_pooling 'max' does not exist; choose from"),

@@ -380,7 +380,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"mem_len": -1}, r"mem_len \(-1\) must be at least 0"),
     ({"mem_len": 64}, r"mem_len \(64\) must be smaller than max_position_embeddings \(64\)"),
     ({"mem_len": 0}, "mem_len=0 would leave a streaming token nothing but itself"),
-    ({"conv_kernel_size": 0}, r"conv_kernel_size \(0\) must be at least 1"),
     ({"conv_is_causal": False}, "conv_is_causal=False would let a token see later ones"),
     ({"num_attention_heads": 5}, r"hidden_size \(32\) must be a multiple of num_attention_heads \(5\)"),
     ({"attention_type": "mha", "position_scheme": "rope", "num_attention_heads": 32}, r"head_dim \(1\) must be even"),

@@ -17,6 +17,7 @@ from dynattn.modeling.layers.head_composition import DynamicComposition
 
 LENGTHS = [(11, 5), pytest.param(8, 8, marks=pytest.mark.slow), (5, 13)]  # of source and target
 MULTIPLE = 4
+PLACES = ["encoder", "decoder", "cross"]
 
 
 def assert_within_noise(logits: Tensor, plain: Tensor, exact: Tensor) -> None:
@@ -53,7 +54,7 @@ def test_all_ways_of_running_agree(kind: str, source_length: int, target_length:
         assert_within_noise(logits, plain, exact)
 
 
-@pytest.mark.parametrize("place", ["encoder", "decoder", "cross"])
+@pytest.mark.parametrize("place", PLACES)
 @torch.no_grad()
 def test_each_attention_may_be_composed_alone(place: str) -> None:
     model = make_model(**{f"compose_{other}": other == place for other in ("encoder", "decoder", "cross")})
@@ -331,9 +332,6 @@ def test_training_makes_no_cache_unless_it_is_asked_for(kind: str) -> None:
     assert model.config.use_cache
     assert model(input_ids=source, labels=labels).past_key_values is None
     assert model(input_ids=source, labels=labels, use_cache=True).past_key_values.get_seq_length() == 4
-
-
-PLACES = ["encoder", "decoder", "cross"]
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -377,7 +377,7 @@ def test_a_parent_without_all_weights_is_refused(damage: str, finished: Result, 
         save_file(weights, parent / "model.safetensors", metadata={"format": "pt"})
     message = {
         "missing": r"lacks 1 weights of the model, such as model.layers.1.mlp.up_proj",
-        "cut": "cannot build the",
+        "cut": "cannot build the .* weight file is truncated or damaged .+; copy or save it again",
     }
     with pytest.raises(UserError, match=message[damage]):
         run(tmp_path / "run", corpus, init_from=str(parent), model_type=None, model_config=None)

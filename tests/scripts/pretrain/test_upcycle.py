@@ -288,14 +288,6 @@ def test_a_folder_without_a_model_is_told_before_the_data_is_read(
     assert "tokenizing" not in capsys.readouterr().err
 
 
-def test_weights_that_are_cut_off_are_told_with_what_to_do(upcycled: Path, corpus: Path, tmp_path: Path) -> None:
-    damaged = shutil.copytree(upcycled, tmp_path / "damaged")
-    weights = damaged / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"weight file is truncated or damaged .+; copy or save it again"):
-        run(tmp_path / "run", corpus, init_from=str(damaged))
-
-
 @pytest.mark.parametrize("changes", [{"freeze_parent_steps": 2}, {"composition_learning_rate": 1e-3}])
 @pytest.mark.parametrize("origin", ["parent", "uncomposed"])
 def test_a_model_that_composes_nothing_is_refused(
