@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from cases.golden import assert_gradients, case_names, flax_attention, read_case, tensors_under
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers.masking_utils import create_bidirectional_mask, create_bidirectional_sliding_window_mask
 
@@ -118,11 +117,6 @@ def test_composition_dropout_acts_in_training_only() -> None:
     assert not torch.equal(attention(x)[0], attention(x)[0])
 
 
-def test_dropout_of_composed_probabilities_is_refused() -> None:
-    with pytest.raises(StrictDataclassError, match=r"attention_dropout \(0.1\) must be 0 where heads are composed"):
-        make_config(attention_dropout=0.1)
-
-
 @pytest.mark.parametrize("implementation", ["eager", "chunked"])
 def test_dropout_without_composition_needs_an_implementation_that_has_it(implementation: str) -> None:
     config = make_config(implementation, attention_dropout=0.5, compose_pre=False, compose_post=False)
@@ -133,11 +127,6 @@ def test_dropout_without_composition_needs_an_implementation_that_has_it(impleme
         attention(x)
     config._attn_implementation = "sdpa"
     assert not torch.equal(attention(x)[0], attention(x)[0])
-
-
-def test_an_unknown_norm_of_queries_and_keys_is_refused() -> None:
-    with pytest.raises(StrictDataclassError, match="qk_norm_type 'batch_norm' does not exist; choose from"):
-        make_config(qk_norm_type="batch_norm")
 
 
 def test_scaling_and_the_bias_of_the_output_are_fields() -> None:
