@@ -1,6 +1,7 @@
 """A small part of the fuzzing, with fixed seeds: `make fuzz` does the rest. Known defects stand in `known.py`."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -77,7 +78,7 @@ def test_c_code_is_clean_under_sanitizers(tmp_path: Path) -> None:
     ]
     environment = {
         **os.environ,
-        "CC": str(compiler),
+        "CC": shlex.quote(str(compiler)),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
         "LD_PRELOAD": " ".join(libraries),
         "ASAN_OPTIONS": "detect_leaks=0",

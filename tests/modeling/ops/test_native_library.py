@@ -207,7 +207,7 @@ def compiler(path: Path, *lines: str) -> str:
 def test_a_compiler_may_come_with_arguments(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with `ccache gcc`; compiling and linking get them."""
     real = native_library.find_compiler() or ()
-    stand_in = compiler(tmp_path / "ccache", f'echo "$*" >> {tmp_path / "calls"}', 'exec "$@"')
+    stand_in = compiler(tmp_path / "ccache", f'echo "$*" >> "{tmp_path / "calls"}"', 'exec "$@"')
     monkeypatch.setenv("CC", shlex.join((stand_in, *real)))
     assert native_library.find_compiler() == (stand_in, *real) and answer() == 42
     assert [call.startswith(shlex.join(real)) for call in (tmp_path / "calls").read_text().splitlines()] == [True] * 2
@@ -240,7 +240,7 @@ def test_a_source_that_fails_after_others_leaves_other_ways(
         'case "$*" in *-DHEADS=6*) echo "no such luck" >&2; exit 3;; esac',
         f'exec {shlex.join(native_library.find_compiler() or ())} "$@"',
     )
-    monkeypatch.setenv("CC", compiler(tmp_path / "cc", *lines))
+    monkeypatch.setenv("CC", shlex.quote(compiler(tmp_path / "cc", *lines)))
     attend(4, queries)
     with pytest.warns(UserWarning, match="several times slower than it could be: .* code 3: no such luck") as caught:
         for heads in (6, 6, 3, 4):
@@ -253,11 +253,11 @@ def test_a_compiler_that_is_older_than_a_flag_does_without_it(
 ) -> None:
     monkeypatch.setattr(native_library, "_newer_flags", lambda: ("-mnewer",))
     lines = (
-        f'echo "$*" >> {tmp_path / "calls"}',
+        f'echo "$*" >> "{tmp_path / "calls"}"',
         'case "$*" in *-mnewer*) echo "what is -mnewer?" >&2; exit 1;; esac',
         f'exec {shlex.join(native_library.find_compiler() or ())} "$@"',
     )
-    monkeypatch.setenv("CC", compiler(tmp_path / "cc", *lines))
+    monkeypatch.setenv("CC", shlex.quote(compiler(tmp_path / "cc", *lines)))
     assert answer() == answer() == 42
     calls = (tmp_path / "calls").read_text().splitlines()
     assert ["-mnewer" in call for call in calls] == [True, False, False, True]  # compiled and linked once
@@ -268,7 +268,8 @@ def test_a_compiler_that_hangs_is_stopped_with_its_processes(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queries: int
 ) -> None:
     monkeypatch.setattr(native_library, "COMPILER_SECONDS", 0.3)
-    monkeypatch.setenv("CC", compiler(tmp_path / "cc", "sleep 1234 & echo $! > " + str(tmp_path / "child"), "wait"))
+    hanging = compiler(tmp_path / "cc", f'sleep 1234 & echo $! > "{tmp_path / "child"}"', "wait")
+    monkeypatch.setenv("CC", shlex.quote(hanging))
     with pytest.warns(UserWarning, match="cc has not ended after 0.3 seconds") as caught:
         attend(4, queries)
         attend(6, queries)
@@ -292,7 +293,7 @@ def is_running(process: int) -> bool:
 def test_whatever_a_compiler_does_there_is_an_answer(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
-    monkeypatch.setenv("CC", compiler(tmp_path / "cc", line))
+    monkeypatch.setenv("CC", shlex.quote(compiler(tmp_path / "cc", line)))
     monkeypatch.chdir(tmp_path)  # the last argument of a link is `-lm`
     with pytest.warns(UserWarning, match="several times slower"):
         attend(4, 5)

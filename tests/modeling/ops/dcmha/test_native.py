@@ -1,6 +1,7 @@
 """The C code of the linear-memory op: as exact as the reference op in float32, whatever compiles it and runs it."""
 
 import ctypes
+import shlex
 import shutil
 import subprocess
 import sys
@@ -291,7 +292,7 @@ def test_a_compiler_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_pat
     compiler = tmp_path / "cc"
     compiler.write_text("#!/bin/sh\necho 'no such target' >&2\nexit 3\n")
     compiler.chmod(0o755)
-    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("CC", shlex.quote(str(compiler)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.warns(UserWarning, match="failed with exit code 3: no such target"):
         assert passes_native.load_passes() is None
