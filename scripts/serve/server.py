@@ -1,7 +1,7 @@
 """Transformers' own server, extended to load this package's models and to say what is wrong with a request."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
 from pathlib import Path
@@ -10,16 +10,17 @@ from uuid import uuid4
 
 import click
 import transformers
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from huggingface_hub.errors import CacheNotFound
 from jinja2 import TemplateError
+from starlette.exceptions import HTTPException
 from transformers import AutoModelForCausalLM
 from transformers.cli.serving import server
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
-from transformers.cli.serving.utils import BaseHandler, CBGenerateManager
+from transformers.cli.serving.utils import BaseHandler, CBGenerateManager, CBWorkerDeadError
 from transformers.cli.transformers import app
 
 from dynattn.modeling.serving.continuous_batching import ComposedBatchingManager
@@ -137,7 +138,11 @@ def build_telling_server(ends: ExitStack, *args: Any, **kwargs: Any) -> FastAPI:
     application.add_exception_handler(
         OSError, lambda _, error: refusal(404 if error.errno is None else 500, first_line(error))
     )
-    application.add_exception_handler(HTTPException, lambda _, error: refusal(error.status_code, error.detail))
+    # Starlette's own class, from which FastAPI's inherits: also for a path or method that no endpoint has.
+    application.add_exception_handler(
+        HTTPException, lambda _, error: refusal(error.status_code, str(error.detail), error.headers)
+    )
+    application.add_exception_handler(CBWorkerDeadError, lambda _, error: refusal(503, str(error)))
     return application
 
 
@@ -219,7 +224,7 @@ def malformation(error: RequestValidationError) -> str:
     return f"the request is malformed: {first['msg']}{f' ({cause})' if cause else ''}"
 
 
-def refusal(status: int, reason: str) -> JSONResponse:
+def refusal(status: int, reason: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """An error response in the format of OpenAI's API, whose clients raise an error with the `message`."""
     error = {"message": reason, "type": "invalid_request_error", "param": None, "code": None}
-    return JSONResponse({"error": error}, status)
+    return JSONResponse({"error": error}, status, headers)

@@ -334,35 +334,72 @@ def test_a_model_of_ones_own_is_shown_to_the_server(monkeypatch: pytest.MonkeyPa
         assert vars(server.transformers)[model_class.__name__] is model_class
 
 
+def answer_of(
+    monkeypatch: pytest.MonkeyPatch, request: tuple[str, str, bytes], failure: Exception | None = None
+) -> tuple[int, dict[bytes, bytes], Any]:
+    """Status, headers and JSON for a method, path and body; an endpoint at `/v1/completions` raises `failure`."""
+    fastapi = pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
+    server, application = import_module("dynattn.scripts.serve.server"), fastapi.FastAPI()
+    method, path, content = request
+
+    @application.post("/v1/completions")
+    def complete(body: dict[str, Any]) -> None:
+        raise failure or AssertionError(body)
+
+    monkeypatch.setattr(server, "build_server", lambda *_, **__: application)
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": content}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "query_string": b""}
+    scope |= {"headers": [(b"content-type", b"application/json")]}
+    telling = server.build_telling_server(ExitStack(), SimpleNamespace(), generation_state=None)
+    asyncio.run(telling(scope, receive, send))
+    return sent[0]["status"], dict(sent[0]["headers"]), json.loads(sent[1]["body"])
+
+
 @pytest.mark.parametrize(
     ("body", "told"), [(b'{"model": ', "JSON decode error"), (b"[]", "should be a valid dictionary"), (b"", "required")]
 )
 def test_what_is_no_json_object_is_refused_as_other_mistakes_are(
     body: bytes, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    status, _, answer = answer_of(monkeypatch, ("POST", "/v1/completions", body))
+    assert status == 400
+    message = answer["error"]["message"]
+    assert message.startswith("the request is malformed: ") and told in message
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "told"),
+    [
+        (("POST", "/v1/nothing", b"{}"), 404, "Not Found"),
+        (("GET", "/v1/completions", b""), 405, "Method Not Allowed"),
+        (("POST", "/v1/completions", b'"\xff"'), 400, "There was an error parsing the body"),
+    ],
+)
+def test_what_no_endpoint_reads_is_refused_as_other_mistakes_are(
+    request_: tuple[str, str, bytes], status: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, headers, answer = answer_of(monkeypatch, request_)
+    assert (found, answer["error"]["message"]) == (status, told)
+    assert headers.get(b"allow") == (b"POST" if status == 405 else None)
+
+
+def test_every_reason_is_a_text_whose_form_clients_read(monkeypatch: pytest.MonkeyPatch) -> None:
     fastapi = pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
-    server, application = import_module("dynattn.scripts.serve.server"), fastapi.FastAPI()
+    from transformers.cli.serving.utils import CBWorkerDeadError
 
-    @application.post("/v1/completions")
-    def complete(body: dict[str, Any]) -> None:
-        raise AssertionError(body)
-
-    monkeypatch.setattr(server, "build_server", lambda *_, **__: application)
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body}
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
-    scope |= {"headers": [(b"content-type", b"application/json")]}
-    telling = server.build_telling_server(ExitStack(), SimpleNamespace(), generation_state=None)
-    asyncio.run(telling(scope, receive, send))
-    assert sent[0]["status"] == 400
-    error = json.loads(sent[1]["body"])["error"]
-    assert error["message"].startswith("the request is malformed: ") and told in error["message"]
+    failures = [fastapi.HTTPException(422, [{"msg": "no questions"}]), CBWorkerDeadError("no memory")]
+    told = [answer_of(monkeypatch, ("POST", "/v1/completions", b"{}"), failure) for failure in failures]
+    assert [(status, answer["error"]["message"]) for status, _, answer in told] == [
+        (422, "[{'msg': 'no questions'}]"),
+        (503, "no memory"),
+    ]
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
