@@ -170,7 +170,8 @@ def check_fields(handler: BaseHandler, body: dict[str, Any]) -> None:
 def check_and_start_batching(engine: Any, model: Any, generation_config: Any) -> None:
     """In the place of `CBGenerateManager.init_cb`, which Transformers calls with the settings of each request.
 
-    The first request starts the manager, and all others are computed with its settings, whatever theirs are.
+    The first request starts the manager, and all others are computed with its settings, whatever theirs are. Its limits
+    hold for itself alone: a request that sets none of its own has the model's.
 
     Raises:
         ValueError: a request asks for something that is not served, or for other settings than the first one.
@@ -178,6 +179,8 @@ def check_and_start_batching(engine: Any, model: Any, generation_config: Any) ->
     start_batching(engine, model, generation_config)
     manager = engine._cb
     if isinstance(manager, ComposedBatchingManager):  # and not for a model of Transformers
+        for name in ("max_new_tokens", "max_length"):
+            setattr(manager.generation_config, name, getattr(model.generation_config, name))
         asked = with_defaults_of(model, generation_config)
         check_settings(model.config.vocab_size, asked, manager.continuous_batching_config)
         check_joins(manager.generation_config, asked)

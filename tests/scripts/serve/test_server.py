@@ -23,7 +23,7 @@ from cases.models import SMALL, make_model
 from cases.processes import free_port
 from cases.serving import make_tokenizer, running_server, save_with_tokenizer
 from packaging.version import Version
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.cli.serving.utils import GenerationState
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM, RCMHAConfig, RCMHAForCausalLM
@@ -224,6 +224,26 @@ def test_the_engine_knows_no_two_requests_by_one_name() -> None:
     named = with_own_name(lambda request_id: request_id)
     first, second = named(request_id="same"), named(request_id="same")
     assert first != second and first.startswith("same") and second.startswith("same")
+
+
+def test_a_request_without_a_limit_does_not_get_that_of_the_first_one() -> None:
+    """Which started the engine; a client leaves the limit open by a `generation_config` without one."""
+    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
+    from transformers.cli.serving.utils import CBGenerateManager
+
+    from dynattn.scripts.serve.server import check_and_start_batching
+
+    model, engine = make_model(max_position_embeddings=16), CBGenerateManager()
+    first = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1)
+    try:
+        check_and_start_batching(engine, model, first)
+        manager: Any = engine._cb
+        limits = [first.max_new_tokens, None]
+        names = [manager.add_request([3, 4, 5], max_new_tokens=limit, streaming=True) for limit in limits]
+        results = {name: list(manager.request_id_iter(name))[-1].generated_tokens for name in names}
+    finally:
+        engine.stop()
+    assert [len(results[name]) for name in names] == [2, 13]
 
 
 @pytest.mark.parametrize("bias", [{"5": 100}, {}], ids=["whole number", "none"])
