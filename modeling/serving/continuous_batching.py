@@ -255,4 +255,6 @@ def rows_of_layer(cache: PagedAttentionCache, requests: dict[str, RequestRows], 
         """Writes the rows `[T, H_kv, width]` of the new tokens; the empty index makes `update` read none."""
         allocator.update(key_rows, value_rows, layer, own.new_rows[:0], own.new_rows)
 
-    return LayerRows(key.flatten(0, 1), value.flatten(0, 1), write, own)
+    # Pages of a window are used in turn, so the new rows of a chunk may replace those that its first tokens see.
+    slides = allocator.layer_type == "sliding_attention"
+    return LayerRows(key.flatten(0, 1), value.flatten(0, 1), write, own, overwrites=slides)

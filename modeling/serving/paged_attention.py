@@ -103,6 +103,7 @@ class LayerRows(NamedTuple):
     value: Tensor  # like `key`
     write: Callable[[Tensor, Tensor], None]  # writes rows of keys and of values [T, H_kv, width] to `new_rows`
     requests: RequestRows
+    overwrites: bool = False  # whether `new_rows` may hold rows that tokens of the same batch still see
 
 
 @dataclass
@@ -148,13 +149,15 @@ class PagedAttention:
         rows = self.layer_rows(layer)
         new = [self.layout.pack(states.transpose(1, 2), stage) for states, stage in ((key, pre), (value, post))]
         output = query.new_zeros(query.transpose(1, 2).shape)
-        # Chunks are computed before new rows are written: in a layer with a window these overwrite old rows, which the
-        # first tokens of a chunk still see.
+        # Rows are written first, because requests of a batch may share those of a prefix that is new to all of them.
+        if not rows.overwrites:
+            rows.write(new[0][0], new[1][0])
         for span in rows.requests.chunks:
             output[:, span.tokens] = self._attend_chunk(
                 rows, span, query, new, (pre, post), attend, sliding_window=sliding_window, **options
             )
-        rows.write(new[0][0], new[1][0])
+        if rows.overwrites:
+            rows.write(new[0][0], new[1][0])
         if rows.requests.steps:
             places = rows.requests.step_tokens
             stages = [None if stage is None else tokens_as_items(stage, places) for stage in (pre, post)]

@@ -102,6 +102,14 @@ def test_200_requests_that_arrive_over_time_share_prefixes_and_are_preempted(sta
     assert count(llm, "num_preemptions") > 0
 
 
+def test_requests_that_arrive_together_share_a_prefix_before_it_is_computed(start: Callable[..., LLM]) -> None:
+    """vLLM takes pages for shared when it plans the step that fills them."""
+    model, prompts = make_model(), [[*range(70), token] for token in range(12)]
+    llm = start(model, block_size=16, max_num_batched_tokens=48)
+    assert served(llm, prompts) == expected(model, prompts)
+    assert count(llm, "prefix_cache_hits") > 0
+
+
 def test_a_prompt_beyond_the_positions_is_refused_and_others_are_still_served(start: Callable[..., LLM]) -> None:
     model, (prompt,) = make_model(max_position_embeddings=64), make_prompts(count=1, longest=40)
     llm = start(model)
