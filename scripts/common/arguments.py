@@ -56,6 +56,8 @@ class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
             return f"{action.help or ''} (required)"
         if action.default and isinstance(action.default, list):
             return f"{action.help or ''} (default: {' '.join(map(str, action.default))})"  # as one would type it
+        if isinstance(action.default, bool) and action.nargs != 0:
+            return f"{action.help or ''} (default: {'yes' if action.default else 'no'})"
         has_default = action.nargs != 0 and action.default not in (None, [])
         return super()._get_help_string(action) if has_default else action.help
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 from transformers import HfArgumentParser
 
-from dynattn.scripts.common.arguments import command_line, make_parser, name_words, parse_arguments
+from dynattn.scripts.common.arguments import command_line, make_parser, name_words, option, parse_arguments
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.yaml_files import read_yaml
 
@@ -227,6 +227,16 @@ def test_help_shows_each_option_once_with_its_default_or_that_it_is_required() -
     shown = " ".join(make_parser(EveryKind, prog="x").format_help().split())
     assert "--switched_on [yes|no] --no_switched_on the opposite of --switched_on --switched_off [yes|no]" in shown
     assert "--sizes SIZES [SIZES ...] which (default: 1 2)" in shown
+
+
+def test_help_shows_the_default_of_a_switch_as_one_would_type_it() -> None:
+    @dataclass
+    class Switches:
+        on: bool = option(True, "one")
+        off: bool = option(False, "another")
+
+    shown = " ".join(make_parser(Switches, prog="x").format_help().split())
+    assert "--on [yes|no] one (default: yes)" in shown and "--off [yes|no] another (default: no)" in shown
 
 
 @dataclass
