@@ -10,7 +10,10 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = ["literal_label", "make_panels", "plt", "save"]
+__all__ = ["MARKERS", "literal_label", "make_panels", "plt", "save"]
+
+# Beside the ten colors of Matplotlib's cycle, so that curves differ in black and white, too.
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 
 
 def literal_label(name: str) -> str:

@@ -11,12 +11,13 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
-from ..common.figures import literal_label, plt, save
+from ..common.figures import MARKERS, literal_label, plt, save
 from .record import AT_LEAST, AT_MOST, RunRecord, loss_unit
 
 PLOT = "losses.png"
-# Ten colors, and the same again in other lines where there are more arms.
-STYLES = cycler(linestyle=["-", "--", ":"]) * cycler(color=matplotlib.color_sequences["tab10"])
+# Ten colors with markers, and the same again in other lines where there are more arms.
+LOOKS = cycler(color=matplotlib.color_sequences["tab10"]) + cycler(marker=MARKERS)
+STYLES = cycler(linestyle=["-", "--", ":"]) * LOOKS
 LEGEND_WIDTH = 110  # characters
 BANDS = "lines: means over seeds; bands: one standard deviation to each side"
 BOUND_MARKS = {None: "o", AT_LEAST: ">", AT_MOST: "<"}
@@ -118,7 +119,7 @@ def _band(axes: Axes, x: NDArray[np.float64], values: NDArray[np.float64], label
         axes.plot([], [], label=label)  # the next arm gets the next color in all panels
         return
     mean = values.mean(axis=0)
-    (line,) = axes.plot(x, mean, marker="o", ms=3, label=label)
+    (line,) = axes.plot(x, mean, ms=4, label=label)
     if len(values) > 1:
         spread = values.std(axis=0, ddof=1)
         axes.fill_between(x, mean - spread, mean + spread, color=line.get_color(), lw=0, alpha=0.12)

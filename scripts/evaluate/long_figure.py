@@ -2,25 +2,26 @@
 
 import statistics
 from collections.abc import Mapping
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from matplotlib.ticker import LogFormatter
 
-from ..common.figures import literal_label, plt, save
+from ..common.figures import MARKERS, literal_label, plt, save
 from .long_context import describe
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
     """Draws both panels; pass keys are means over depths."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.8), dpi=130, layout="constrained")
-    for one in results["checkpoints"]:
+    for one, marker in zip(results["checkpoints"], cycle(MARKERS), strict=False):
         ranges, name = one["by_position"], literal_label(describe(one))
         places = [(line["from"] + line["to"]) / 2 for line in ranges]
-        left.plot(places, [line["perplexity"] for line in ranges], "o-", lw=1.4, label=name)
+        left.plot(places, [line["perplexity"] for line in ranges], marker=marker, lw=1.4, label=name)
         lengths = sorted({cell["length"] for cell in one["pass_key"]})
         cells = [[cell["nats"] for cell in one["pass_key"] if cell["length"] == length] for length in lengths]
-        right.plot(lengths, [statistics.mean(nats) for nats in cells], "o-", lw=1.4, label=name)
+        right.plot(lengths, [statistics.mean(nats) for nats in cells], marker=marker, lw=1.4, label=name)
     trained = {one["trained_length"] for one in results["checkpoints"]}
     for axes, label in ((left, "perplexity"), (right, "nats per pass key, mean over depths")):
         axes.set_xscale("log", base=2)

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ..common.composition_observation import LayerObservation
-from ..common.figures import plt
+from ..common.figures import MARKERS, plt
 
 # Maps can be negative, so the colors diverge from white at zero.
 COLORS = "RdBu_r"
@@ -19,9 +19,9 @@ HEADS_IN_A_ROW = 8
 def draw_terms(measures: Sequence[Mapping[str, Any]], stage: str) -> Figure:
     """The size of each term of a stage by layer."""
     figure, axes = plt.subplots(figsize=(6, 3.2))
-    for name in measures[0][stage]["terms"]:
+    for name, marker in zip(measures[0][stage]["terms"], MARKERS, strict=False):
         sizes = [layer[stage]["terms"][name] for layer in measures]
-        axes.plot(range(len(measures)), sizes, marker="o", ms=3, label=name.replace("_", " "))
+        axes.plot(range(len(measures)), sizes, marker=marker, ms=4, label=name.replace("_", " "))
     _finish(axes, f"{stage}: size of terms, identity = 1", len(measures))
     return figure
 
@@ -31,7 +31,7 @@ def draw_similarity(measures: Sequence[Mapping[str, Any]], stage: str) -> Figure
     figure, axes = plt.subplots(figsize=(6, 3.2))
     for index, label in enumerate(("before composing", "after composing")):
         values = [layer[stage]["similarity"][index] for layer in measures]
-        axes.plot(range(len(measures)), values, marker="o", ms=3, label=label)
+        axes.plot(range(len(measures)), values, marker=MARKERS[index], ms=4, label=label)
     what = "scores" if stage == "pre" else "probabilities"
     _finish(axes, f"{stage}: mean cosine of two heads' {what}", len(measures))
     return figure

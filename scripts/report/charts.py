@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ..common.figures import literal_label
+from ..common.figures import MARKERS, literal_label
 from .run import ReportedRun
 
 WIDTH, HEIGHT, NAME_HEIGHT = 6.2, 3.2, 0.18
@@ -18,9 +18,7 @@ WIDTH, HEIGHT, NAME_HEIGHT = 6.2, 3.2, 0.18
 MOST_INSIDE = 4
 # Colours that readers with any colour vision can tell apart (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-# A marker for each time that the colours start again, so that the curves of more runs differ, too.
-MARKERS = "os^Dv"
-# A curve of the first runs is marked if it has fewer points; every other curve is, at about so many of them.
+# A curve is marked at about so many points.
 MARKED = 30
 # A curve with more points is drawn with so many of them, evenly spread, and looks the same.
 MOST_POINTS = 2000
@@ -37,7 +35,6 @@ def draw_curves(
     figure, axes = _figure(label)
     drawn = False
     for index, run in enumerate(runs):
-        turn, place = divmod(index, len(COLOURS))
         for split in splits:
             steps, values = run.series(split, field)
             if not any(map(math.isfinite, values)):
@@ -45,10 +42,9 @@ def draw_curves(
             drawn = True
             name = literal_label(run.name if len(splits) == 1 else f"{run.name}, {split}")
             chosen = _spread(len(steps))
-            marker = MARKERS[turn % len(MARKERS)] if turn or len(steps) < MARKED else None
             axes.plot(
                 np.array(steps)[chosen], np.array(values)[chosen], STYLES.get(split, "-"), label=name,
-                color=COLOURS[place], linewidth=1.4, marker=marker, markersize=3, markevery=1 + len(chosen) // MARKED,
+                **_look(index), linewidth=1.4, markersize=3, markevery=1 + len(chosen) // MARKED,
             )  # fmt: skip
     if not drawn:
         return None
@@ -74,7 +70,7 @@ def draw_layers(values: Mapping[str, Sequence[float]], label: str) -> str:
     """Measurements `[layers]` by name, against the layer, as SVG."""
     figure, axes = _figure(label)
     for index, (name, series) in enumerate(values.items()):
-        axes.plot(range(len(series)), series, "o-", label=name, color=COLOURS[index % len(COLOURS)], markersize=3)
+        axes.plot(range(len(series)), series, label=name, markersize=3, **_look(index))
     axes.set_xlabel("layer")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize=8)
@@ -96,6 +92,11 @@ def _figure(label: str) -> tuple[Figure, matplotlib.axes.Axes]:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+def _look(index: int) -> dict[str, str]:
+    """Colour and marker of a curve; 70 curves differ in one or both."""
+    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
 
 
 def _spread(count: int) -> np.ndarray:

@@ -35,6 +35,8 @@ RECORDED = {"dcformer": 4.8017, "transformer": 4.8441}
 MOVED = 0.0199
 # The `warmup_steps` of tiny.yaml, with which both models are trained.
 WARMUP = 20
+# Lines of the plot, in the order of MODELS.
+STYLES = ("-", "--")
 # The exit status of a job that has refused its arguments or its input: running it again would end the same way.
 REFUSED = 2
 PROMPT = 'The "for" statement'
@@ -195,19 +197,21 @@ def record(output: Path) -> dict[str, Any]:
 
 
 def draw_losses(runs: Mapping[str, Path], path: Path) -> None:
-    """Draws training losses (lines) and validation losses (dots) of runs, by label, from their `metrics.jsonl`."""
-    from ..common.figures import plt, save  # Matplotlib is not needed before the runs have ended
+    """Draws training losses (lines) and validation losses (marked) of runs, by label, from their `metrics.jsonl`."""
+    from ..common.figures import MARKERS, plt, save  # Matplotlib is not needed before the runs have ended
 
     figure, axes = plt.subplots(figsize=(7, 4.5), dpi=150, layout="tight")
-    for color, (label, run) in zip(plt.rcParams["axes.prop_cycle"].by_key()["color"], runs.items(), strict=False):
+    colors = plt.rcParams["axes.prop_cycle"].by_key()["color"]
+    for color, marker, style, (label, run) in zip(colors, MARKERS, STYLES, runs.items(), strict=False):
         train, validation = (read_metrics(run / "metrics.jsonl", split) for split in ("train", "validation"))
-        axes.plot([line["tokens"] for line in train], [line["loss"] for line in train], color=color, lw=1, alpha=0.6)
+        axes.plot([line["tokens"] for line in train], [line["loss"] for line in train], style, color=color, lw=1)
         axes.plot(
             [line["tokens"] for line in validation],
             [line["loss"] for line in validation],
+            style,
             color=color,
-            marker="o",
-            label=f"{label} (dots: validation)",
+            marker=marker,
+            label=f"{label} (marked: validation)",
         )
     axes.set_xlabel("training tokens")
     axes.set_ylabel("loss, nats per token")

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
-from ...common.figures import make_panels, plt, save
+from ...common.figures import MARKERS, make_panels, plt, save
 from ..harness.interface import GRAPH
 from ..subjects.parts import UNCLOCKED, WHOLE
 from .tables import Record, case_title
@@ -19,6 +19,7 @@ COLUMNS, PANEL, DPI = 3, (5, 4.5), 120
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STYLES = {"ours": "-", "plain": "--", "other": ":"}
 COLORS = {"ours": "tab:blue", "plain": "tab:gray", "other": "tab:orange"}
+ROLE_MARKERS = {"ours": "o", "plain": "s", "other": "^"}
 # Colors of the parts of a call, by the function of the op that computes them.
 MATMUL, COMPOSITION, SOFTMAX, OUTSIDE = "lightskyblue", "sandybrown", "lightgreen", "whitesmoke"
 PART_COLORS = {"multiply_heads": MATMUL, "add_to_heads": MATMUL, "compose": COMPOSITION}
@@ -59,13 +60,13 @@ def draw_scaling(
     A gray line is proportional to the number of tokens. `floor` adds the time of the FLOPs of the subject's function at
     the measured rate of a matrix product; `maps` adds the memory of one attention map of one head.
     """
-    groups, colors = group_by_length(record["cases"]), _colors(record)
+    groups, looks = group_by_length(record["cases"]), _looks(record)
     figure, panels = make_panels(len(groups), COLUMNS, PANEL, DPI)
     for axes, (title, cases) in zip(panels, groups.items(), strict=True):
         for name, rows in _by_candidate(cases).items():
             points = [(length, value(row)) for length, row in rows]
             style = STYLES[rows[0][1]["role"]]
-            axes.plot(*zip(*points, strict=True), style, color=colors[name], marker="o", ms=4, label=name)
+            axes.plot(*zip(*points, strict=True), style, **looks[name], ms=4, label=name)
         if len(cases) > 1:
             _draw_linear(axes, cases, value)
         if maps and cases[0]["subject"] == "long":
@@ -114,12 +115,12 @@ def draw_roofline(record: Record, path: Path) -> None:
         if row.get("traffic_bytes") and "flops_per_second" in row
     ]
     for intensity, rate, role, _ in points:
-        axes.plot(intensity, rate, "o", ms=4, color=COLORS[role], alpha=0.7)
+        axes.plot(intensity, rate, ROLE_MARKERS[role], ms=4, color=COLORS[role], alpha=0.7)
     edges = [intensity for intensity, *_ in points] + [peak / bandwidth]
     reach = sorted({min(edges) / 2, peak / bandwidth, max(edges) * 2})
     axes.plot(reach, [min(peak, bandwidth * intensity) for intensity in reach], color="black", label="roofline")
     for role, color in COLORS.items():
-        axes.plot([], [], "o", color=color, label=role)
+        axes.plot([], [], ROLE_MARKERS[role], color=color, label=role)
     axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte", ylabel="FLOP/s")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
@@ -185,10 +186,12 @@ def _draw_parts(axes: Any, place: int, row: Record) -> None:
         bottom += height
 
 
-def _colors(record: Record) -> dict[str, Any]:
-    """A color for each candidate, the same in all panels."""
+def _looks(record: Record) -> dict[str, dict[str, Any]]:
+    """Color and marker of each candidate, the same in all panels."""
     names = dict.fromkeys(row["name"] for case in record["cases"] for row in case["rows"])
-    return dict(zip(names, cycle(plt.get_cmap("tab10" if len(names) <= 10 else "tab20").colors), strict=False))
+    colors = plt.get_cmap("tab10" if len(names) <= 10 else "tab20").colors
+    looks = zip(names, cycle(colors), cycle(MARKERS), strict=False)
+    return {name: {"color": color, "marker": marker} for name, color, marker in looks}
 
 
 def _draw_linear(axes: Any, cases: Sequence[Record], value: Callable[[Record], float]) -> None:
