@@ -51,11 +51,24 @@ def test_the_quickstarts_table_and_plot_come_from_the_runs(finished_runs: Path) 
 
 @pytest.mark.parametrize(("moved", "says"), [(0.004, "no more than the 0.0199"), (-0.3, "; more than the 0.0199")])
 def test_the_quickstart_says_where_its_losses_fell(finished_runs: Path, moved: float, says: str) -> None:
-    for name, loss in quickstart.RECORDED.items():
-        (finished_runs / name / "result.json").write_text(json.dumps({"validation_loss": loss + moved}))
+    write_losses(finished_runs, moved, quickstart.RECORDED_TEXT)
     shown = quickstart.placement(finished_runs, quickstart.QuickstartArguments())
     assert f"DCFormer {moved:+.4f}, plain Transformer {moved:+.4f}" in shown and says in shown
     assert quickstart.placement(finished_runs, quickstart.QuickstartArguments(seed=1)) == ""
+
+
+def test_the_quickstart_does_not_judge_losses_of_another_text(finished_runs: Path) -> None:
+    write_losses(finished_runs, -0.14, "pydoc_data.topics of CPython 3.13.0")
+    shown = quickstart.placement(finished_runs, quickstart.QuickstartArguments())
+    assert "DCFormer -0.1400" in shown and "0.0199" not in shown
+    assert "those are of another text, pydoc_data.topics of CPython 3.11.7" in shown
+
+
+def write_losses(output: Path, moved: float, text: str) -> None:
+    """The results of both models: losses so far from the recorded ones, on this text."""
+    for name, loss in quickstart.RECORDED.items():
+        result = {"validation_loss": loss + moved, "dataset": text}
+        (output / name / "result.json").write_text(json.dumps(result))
 
 
 @pytest.mark.parametrize("option", [["--max_steps", "25"], ["--seed", "1"]], ids=["max_steps", "seed"])
@@ -91,6 +104,7 @@ def test_the_recorded_losses_are_those_of_the_record() -> None:
     other = json.loads((RECORDS / "other-processor.json").read_text())
     moved = [abs(other[name]["training"]["validation_loss"] - loss) for name, loss in quickstart.RECORDED.items()]
     assert quickstart.MOVED - 1e-4 < max(moved) <= quickstart.MOVED
+    assert {runs["training"]["dataset"] for runs in content.values()} == {quickstart.RECORDED_TEXT}
 
 
 def test_the_quickstart_refuses_fewer_updates_than_the_warmup_in_its_own_words(
