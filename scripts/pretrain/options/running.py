@@ -55,7 +55,9 @@ class RunningOptions:
     )
     sweep_workers: int = option(1, "runs of a sweep that are made at the same time, each in a process of its own")
     dry_run: bool = option(False, "train nothing; print parameters, FLOPs, memory, time and cost of the run")
-    on: str = option("h100:1", "dry_run: kind and number of GPUs to estimate for, such as h100:64")
+    on: str = option(
+        "h100:1", "dry_run: kind (a100, h100, h200 or l40s) and number of GPUs to estimate for, such as h100:64"
+    )
     price_per_gpu_hour: float | None = option(
         None, "dry_run: price of one GPU for an hour, to print the cost of the run"
     )

@@ -49,7 +49,7 @@ def _draw_differences(axes: Axes, record: Mapping[str, Any], task: str) -> None:
 
 
 def _finish(axes: Axes, labels: list[str], x: str) -> None:
-    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    axes.set_yticks(range(len(labels)), [label.replace("`", "") for label in labels], fontsize=8)  # Markdown's code
     axes.invert_yaxis()
     axes.xaxis.set_major_locator(MaxNLocator(7))  # more labels would run into each other
     axes.set_xlabel(x)
