@@ -4,6 +4,7 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -94,7 +95,7 @@ def _figure(label: str) -> tuple[Figure, matplotlib.axes.Axes]:
     return figure, axes
 
 
-def _look(index: int) -> dict[str, str]:
+def _look(index: int) -> dict[str, Any]:
     """Colour and marker of a curve; 70 curves differ in one or both."""
     return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
 
