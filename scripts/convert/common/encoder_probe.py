@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...common.rounding import largest
 from .decoder_probe import make_probe
 from .probe import Answers, Probe, by_head, rounding_between
 
@@ -28,13 +29,24 @@ def ask(model: PreTrainedModel, ids: Tensor) -> Answers:
     for side, (tokens, mask, tokens_of_row) in ways.items():
         answer = model(tokens, attention_mask=mask.long())[0]
         padded[side] = answer[:, tokens_of_row] if for_each_token else answer
+    # Padding on the right often changes no bit, but shifted tokens are rotated by other angles, which rounds anew.
+    noise = rounding_between((alone, padded["right"]), (alone, padded["left"]))
     if not for_each_token and getattr(model.config, "classifier_pooling", "cls") == "cls":
         padded["left"] = alone  # whose first token is padding, of which nothing can be said
-    return Answers(
-        f"{ids.numel()} tokens, plain, right-padded and left-padded",
-        (together, alone, *padded.values()),
-        rounding_between((alone, padded["right"])),
-    )
+        share = relative_rounding(model, row, *ways["left"])
+        noise = max(rounding_between((alone, padded["right"])), share * max(1, largest(alone)))
+    question = f"{ids.numel()} tokens, plain, right-padded and left-padded"
+    return Answers(question, (together, alone, *padded.values()), noise)
+
+
+def relative_rounding(model: PreTrainedModel, row: Tensor, padded: Tensor, mask: Tensor, tokens_of_row: slice) -> float:
+    """The rounding error of the hidden states of `row` `[1, T]`, as a share of the largest of them.
+
+    It is how far they move if padding shifts the tokens: `padded`, with the `mask` of tokens that are none, `[1, S]`.
+    """
+    alone = model.base_model(row)[0]
+    shifted = model.base_model(padded, attention_mask=mask.long())[0][:, tokens_of_row]
+    return rounding_between((alone, shifted)) / max(1, largest(alone))
 
 
 ENCODER = Probe(by_head, make_probe, ask)

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import MistralConfig
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.convert.common.decoder_probe import TEXT, make_probe
+from dynattn.scripts.convert.common.encoder_probe import ENCODER
 from dynattn.scripts.convert.common.model_loading import load_config, load_converted, load_for_probe
 from dynattn.scripts.convert.common.probe import LARGEST_MAP, Answers, compare_answers
 from dynattn.scripts.convert.official import verify as official_verify
@@ -95,3 +97,19 @@ def test_a_model_type_that_nobody_knows_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no_such_type"}')
     with pytest.raises(UserError, match=r"config\.json is not valid: .* has model type `no_such_type`"):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize("pooling", ["token", "mean", "cls"])
+def test_an_encoder_rounds_as_much_as_its_tokens_move_if_padding_shifts_them(pooling: str) -> None:
+    def hidden_states(ids: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor]:
+        mask = torch.ones_like(ids) if attention_mask is None else attention_mask
+        return (ids[..., None] / 100 + 1e-5 * (1 - mask[:, :1, None]),)
+
+    def classes(ids: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor]:
+        mask = torch.ones_like(ids) if attention_mask is None else attention_mask
+        states = hidden_states(ids, attention_mask)[0]
+        return (states[:, 0] if pooling == "cls" else (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True),)
+
+    model: Any = hidden_states if pooling == "token" else classes
+    model.config, model.base_model = SimpleNamespace(classifier_pooling=pooling), hidden_states
+    assert 9e-6 < ENCODER.ask(model, torch.arange(100, 124).view(2, 12)).noise < 1e-4
