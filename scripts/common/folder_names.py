@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from .errors import UserError
+from .errors import UserError, first_line
 
 # Longest name of a folder to write, in bytes: file systems allow 255, and scratch folders beside it add to its name.
 LONGEST_FOLDER_NAME = 220
@@ -95,6 +95,14 @@ def may_be_on_the_hub(name: str) -> bool:
     except HFValidationError:
         return False
     return True
+
+
+def absence(name: str, error: Exception) -> UserError:
+    """The error for a name that is no folder, and that the Hub did not give; `error` says why."""
+    return UserError(
+        f"{name} is no folder here, and the Hub did not give it: {first_line(error)}; check the name and the network, "
+        "or give the folder of a checkpoint"
+    )
 
 
 def _short(name: str) -> str:

@@ -1,6 +1,7 @@
 """Transformers' own server, extended to load this package's models and to say what is wrong with a request."""
 
 import json
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
@@ -19,10 +20,13 @@ from starlette.exceptions import HTTPException
 from transformers import AutoModelForCausalLM
 from transformers.cli.serving import server
 from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler, CBGenerateManager, CBWorkerDeadError
 from transformers.cli.transformers import app
+from transformers.utils.logging import log_levels
 
+from dynattn.modeling.layers.attention_interface import registered_implementations
 from dynattn.modeling.serving.continuous_batching import ComposedBatchingManager
 from dynattn.modeling.serving.requirements import (
     TRANSFORMERS,
@@ -33,14 +37,16 @@ from dynattn.modeling.serving.requirements import (
 )
 
 from ..common.checkpoint_files import check_has_config
-from ..common.checkpoint_loading import check_place
+from ..common.checkpoint_loading import check_place, find_device
 from ..common.errors import UserError, first_line
+from ..common.folder_names import absence
 from ..common.offline import offline_if_unreachable
 
 build_server = server.build_server
 start_batching = CBGenerateManager.init_cb
 answer_whole, answer_in_parts = CBGenerateManager.generate_non_streaming, CBGenerateManager.generate_streaming
 read_fields = BaseHandler._validate_request
+check_manager, load_model = ModelManager._validate_args, ModelManager._load_model
 # Fields of OpenAI's API that Transformers' server ignores with a warning in its own log, so a client would not get what
 # it asked for; and the values, in JSON, that ask for nothing.
 IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
@@ -83,12 +89,15 @@ def run(argv: Sequence[str]) -> int:
     if is_folder:
         check_has_config(Path(argv[0]))
     try:
+        check_options(argv)
         check_engine("transformers", *TRANSFORMERS)
         show_models_to_server()
         CBGenerateManager.init_cb = check_and_start_batching  # type: ignore[method-assign, assignment]
         CBGenerateManager.generate_non_streaming = with_own_name(answer_whole)  # type: ignore[method-assign]
         CBGenerateManager.generate_streaming = with_own_name(answer_in_parts)  # type: ignore[method-assign]
         BaseHandler._validate_request = check_fields  # type: ignore[method-assign, assignment]
+        ModelManager._validate_args = check_model_options  # type: ignore[method-assign]
+        ModelManager._load_model = load_language_model  # type: ignore[method-assign, assignment]
         with ExitStack() as ends:
             server.build_server = partial(build_telling_server, ends)
             if not is_folder:
@@ -99,8 +108,53 @@ def run(argv: Sequence[str]) -> int:
     except click.ClickException as error:
         raise UserError(error.format_message()) from error
     except (ImportError, ValueError, OSError) as error:
-        raise UserError(str(error)) from error
+        is_absent = isinstance(error, OSError) and error.errno is None and not is_folder and argv[0][0] != "-"
+        raise absence(argv[0], error) if is_absent else UserError(str(error)) from error
     return 0
+
+
+def check_options(argv: Sequence[str]) -> None:
+    """Raises UserError for values with which Transformers' server ends in a traceback, or listens on another port."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--log-level", nargs="?")
+    parser.add_argument("--port", nargs="?")
+    given, _ = parser.parse_known_args(argv)
+    if given.log_level is not None and given.log_level.lower() not in log_levels:
+        raise UserError(f"--log-level {given.log_level} is no level; give one of {', '.join(log_levels)}")
+    if given.port is not None and given.port.lstrip("-").isdecimal() and not 0 <= int(given.port) < 2**16:
+        raise UserError(f"--port {given.port} is no port; give one from 0 (any that is free) to {2**16 - 1}")
+
+
+def check_model_options(manager: ModelManager) -> None:
+    """In the place of `ModelManager._validate_args`, whose list of attention implementations lacks this package's.
+
+    Raises:
+        ValueError: Transformers does not know the implementation or the quantization.
+        UserError: the device is not there.
+    """
+    if manager.device not in ("auto", "balanced", "balanced_low_0", "sequential"):
+        find_device(f"cuda:{manager.device}" if isinstance(manager.device, int) else manager.device)
+    name = manager.attn_implementation
+    manager.attn_implementation = None if name in registered_implementations() else name
+    check_manager(manager)
+    manager.attn_implementation = name
+
+
+def load_language_model(manager: ModelManager, name: str, *args: Any, **options: Any) -> Any:
+    """In the place of `ModelManager._load_model`, which looks for the model's class in the module `transformers` alone.
+
+    Raises:
+        ValueError: the class is not there.
+    """
+    try:
+        return load_model(manager, name, *args, **options)
+    except AttributeError as error:
+        if not str(error).startswith("module transformers has no attribute"):
+            raise
+        raise ValueError(
+            f"the class {first_line(error).rpartition(' ')[2]} that {name} names is no language model of Transformers "
+            "or of this package; serve one that is, or give the module that registers yours with --import"
+        ) from error
 
 
 def show_models_to_server() -> None:

@@ -8,8 +8,8 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from ...common.checkpoint_files import COMPANION_PATTERNS, TOKENIZER_PATTERNS
-from ...common.errors import UserError, first_line
-from ...common.folder_names import check_revision, may_be_on_the_hub, resolve_folder
+from ...common.errors import UserError
+from ...common.folder_names import absence, check_revision, may_be_on_the_hub, resolve_folder
 from ...common.weight_files import FORMATS
 
 
@@ -33,10 +33,7 @@ def locate(source: str, revision: str | None = None) -> Path:
         return Path(snapshot_download(source, revision=revision, allow_patterns=_patterns(source, revision))).resolve()
     except (HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         where = source if revision is None else f"{source} at {revision}"
-        raise UserError(
-            f"{where} is no folder here, and the Hub did not give it: {first_line(error)}; check the name and the "
-            "network, or give the folder of a checkpoint"
-        ) from error
+        raise absence(where, error) from error
 
 
 def _patterns(source: str, revision: str | None) -> list[str]:

@@ -272,6 +272,64 @@ def test_what_is_no_checkpoint_is_refused_before_the_server_starts(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--log-level", "nope"], "--log-level nope is no level; give one of "),
+        (["--port", "99999"], "--port 99999 is no port; give one from 0 (any that is free) to 65535"),
+        (["--port=-1"], "--port -1 is no port"),
+        (["--device", "cuda:99"], "device 'cuda:99' cannot be used: "),
+        (["--device", "99"], "device 'cuda:99' cannot be used: "),
+        (["--attn-implementation", "nope"], "Unsupported attention implementation: 'nope'"),
+    ],
+)
+def test_impossible_options_are_refused_in_one_line(
+    options: list[str], message: str, composed: tuple[PreTrainedModel, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
+    assert cli.main(["serve", composed[1], *options]) == 2
+    assert f"dynattn serve: error: {message}" in capsys.readouterr().err
+
+
+def test_a_name_that_is_neither_here_nor_on_the_hub_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
+    server = import_module("dynattn.scripts.serve.server")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("We couldn't connect to the Hub.\nCheck your internet connection")
+
+    monkeypatch.setattr(server, "app", refuse)
+    monkeypatch.setattr(server, "offline_if_unreachable", ExitStack)
+    assert cli.main(["serve", "nobody/nothing"]) == 2
+    told = "nobody/nothing is no folder here, and the Hub did not give it: We couldn't connect to the Hub; check the"
+    assert told in capsys.readouterr().err
+
+
+def manager_of(folder: str, **options: Any) -> Any:
+    """Transformers' manager of models, as `dynattn serve` changes it."""
+    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
+    server = import_module("dynattn.scripts.serve.server")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.ModelManager, "_validate_args", server.check_model_options)
+        patch.setattr(server.ModelManager, "_load_model", server.load_language_model)
+        server.show_models_to_server()
+        return server.ModelManager(device="cpu", force_model=folder, **options)
+
+
+def test_a_model_is_served_with_an_implementation_of_this_package(composed: tuple[PreTrainedModel, str]) -> None:
+    manager = manager_of(composed[1], attn_implementation="chunked")
+    assert manager.loaded_models[composed[1]].model.config._attn_implementation == "chunked"
+
+
+def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:
+    make_model().model.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"the class DCFormerModel that .* names is no language model"):
+        manager_of(str(tmp_path))
+
+
 @pytest.mark.slow
 def test_models_are_listed_where_the_hub_has_no_cache(port: int, composed: tuple[PreTrainedModel, str]) -> None:
     """Transformers lists folders that it has loaded since 5.24, and none before."""
