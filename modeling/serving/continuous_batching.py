@@ -17,7 +17,11 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators import CacheAllocator, FullAttentionCacheAllocator
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.continuous_batching.continuous_api import (
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+)
+from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import WorkloadHints, get_device_and_memory_breakdown
 
 from .paged_attention import LayerRows, PagedAttention, RequestRows, Span
@@ -112,15 +116,26 @@ class ComposedBatchingManager(ContinuousBatchingManager):
         """
         if max_new_tokens is None:
             max_new_tokens = new_token_limit(self.generation_config, len(input_ids))
-        check_request(self.model.config, input_ids, max_new_tokens)
-        if self.background_thread_status.can_accept_new_requests() is None:
-            positions = self.model.config.max_position_embeddings - len(input_ids)
-            max_new_tokens = room_for_answer(self._make_cache(), len(input_ids), max_new_tokens, positions)
-            if self._is_unfinished(request_id):
-                raise ValueError(
-                    f"request_id={request_id!r} is the name of a request that has not ended; give another one, or none"
-                )
+        max_new_tokens = self.longest_answer(input_ids, max_new_tokens)
+        if self.background_thread_status.can_accept_new_requests() is None and self._is_unfinished(request_id):
+            raise ValueError(
+                f"request_id={request_id!r} is the name of a request that has not ended; give another one, or none"
+            )
         return super().add_request(input_ids, request_id, max_new_tokens, **options)
+
+    def longest_answer(self, input_ids: list[int], max_new_tokens: int | None) -> int | None:
+        """How many tokens the answer to a prompt may have: what is asked for, or else what positions and cache hold.
+
+        A manager that takes no requests any more may have no cache, so it returns `max_new_tokens`.
+
+        Raises:
+            ValueError: the model or the cache cannot serve the request, see `check_request` and `room_for_answer`.
+        """
+        check_request(self.model.config, input_ids, max_new_tokens)
+        if self.background_thread_status.can_accept_new_requests() is not None:
+            return max_new_tokens
+        positions = self.model.config.max_position_embeddings - len(input_ids)
+        return room_for_answer(self._make_cache(), len(input_ids), max_new_tokens, positions)
 
     def start(self) -> None:
         """As in Transformers, but makes the cache before the thread, so that requests are checked against it."""
@@ -146,6 +161,14 @@ class ComposedBatchingManager(ContinuousBatchingManager):
         scheduler = self.batch_processor.scheduler  # type: ignore[union-attr]
         return any(request_id in names for names in (waiting, scheduler.waiting_requests, scheduler.active_requests))
 
+    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        """As in Transformers, which returns the processor that there is, or else makes one."""
+        is_new = self.batch_processor is None
+        processor = super()._create_batch_processor()
+        if is_new:
+            forget_cancelled(processor)
+        return processor
+
     def _make_cache(self) -> PagedAttentionCache:
         """Makes the cache, unless it is there, and returns it.
 
@@ -157,6 +180,23 @@ class ComposedBatchingManager(ContinuousBatchingManager):
             if self.batch_processor is None:
                 self.batch_processor = self._create_batch_processor()
             return self.batch_processor.cache
+
+
+def forget_cancelled(processor: ContinuousBatchProcessor) -> None:
+    """Removes what handles the results of a cancelled request, too, which Transformers would keep forever.
+
+    That is done where the scheduler drops the request, because until then results may come.
+    """
+    clear, router = processor.scheduler.clear_cancelled_requests, processor.output_router
+
+    def clear_and_forget() -> list[RequestState]:
+        cancelled = clear()
+        with router._lock:
+            for state in cancelled:
+                router.result_handlers.pop(state.request_id, None)
+        return cancelled
+
+    processor.scheduler.clear_cancelled_requests = clear_and_forget  # type: ignore[method-assign]
 
 
 def start_batching(

@@ -18,7 +18,7 @@ from huggingface_hub.errors import CacheNotFound
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
 from transformers import AutoModelForCausalLM
-from transformers.cli.serving import server
+from transformers.cli.serving import server, utils
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
@@ -33,6 +33,7 @@ from dynattn.modeling.serving.requirements import (
     check_engine,
     check_joins,
     check_settings,
+    new_token_limit,
     with_defaults_of,
 )
 
@@ -93,11 +94,12 @@ def run(argv: Sequence[str]) -> int:
         check_engine("transformers", *TRANSFORMERS)
         show_models_to_server()
         CBGenerateManager.init_cb = check_and_start_batching  # type: ignore[method-assign, assignment]
-        CBGenerateManager.generate_non_streaming = with_own_name(answer_whole)  # type: ignore[method-assign]
-        CBGenerateManager.generate_streaming = with_own_name(answer_in_parts)  # type: ignore[method-assign]
+        CBGenerateManager.generate_non_streaming = with_own_name(with_limit(answer_whole))  # type: ignore[method-assign]
+        CBGenerateManager.generate_streaming = with_own_name(with_limit(answer_in_parts))  # type: ignore[method-assign]
         BaseHandler._validate_request = check_fields  # type: ignore[method-assign, assignment]
         ModelManager._validate_args = check_model_options  # type: ignore[method-assign]
         ModelManager._load_model = load_language_model  # type: ignore[method-assign, assignment]
+        utils._StreamError = StreamError  # type: ignore[misc]
         with ExitStack() as ends:
             server.build_server = partial(build_telling_server, ends)
             if not is_folder:
@@ -178,6 +180,7 @@ def build_telling_server(ends: ExitStack, *args: Any, **kwargs: Any) -> FastAPI:
     """
     manager = args[0]
     manager.get_gen_models = partial(list_models, manager)
+    manager.load_model_streaming = partial(load_unless_pinned, manager)
     ends.callback(stop_batching, kwargs["generation_state"])
     application = build_server(*args, **kwargs)
     application.add_exception_handler(ValueError, lambda _, error: refusal(400, str(error)))
@@ -254,6 +257,31 @@ def with_own_name(answer: Callable[..., Any]) -> Callable[..., Any]:
     return named
 
 
+def with_limit(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the method `answer` of `CBGenerateManager`, changed so that each request has its own limit.
+
+    A request without `max_new_tokens` gets it from its `max_length`, which the engine would not read, or from what
+    positions and cache hold. Transformers' server compares answers with this number to report that they were cut.
+    """
+
+    @wraps(answer)
+    def limited(engine: Any, model: Any, processor: Any, inputs: Any, asked: Any, **options: Any) -> Any:
+        if asked.max_new_tokens is None and isinstance(engine._cb, ComposedBatchingManager):
+            prompt = inputs["input_ids"]
+            limit = new_token_limit(with_defaults_of(model, asked), len(prompt))
+            asked.max_new_tokens = engine._cb.longest_answer(prompt, limit)
+        return answer(engine, model, processor, inputs, asked, **options)
+
+    return limited
+
+
+class StreamError(utils._StreamError):
+    """An error in the middle of a stream, whose message Transformers' server puts between quotes without escaping."""
+
+    def __init__(self, msg: str) -> None:
+        super().__init__(json.dumps(msg)[1:-1])
+
+
 def stop_batching(state: Any) -> None:
     """Ends the thread that computes requests together, which Transformers leaves running: the process would never end.
 
@@ -262,6 +290,19 @@ def stop_batching(state: Any) -> None:
     engine = state._cb_manager
     if engine is not None and engine._cb is not None:
         engine._cb.stop(block=True, hard_stop=True)
+
+
+def load_unless_pinned(manager: Any, name: str, gguf_file: str | None = None) -> Any:
+    """In the place of `ModelManager.load_model_streaming`, which would load any model into a server of one.
+
+    Raises:
+        HTTPException: the server was started with another model.
+    """
+    if manager.force_model is not None:
+        pinned, file = utils.split_model_id(manager.force_model)
+        if (name, gguf_file) != (manager.process_model_name(pinned), file):
+            raise HTTPException(400, f"Server is pinned to {manager.force_model!r}; requested {name!r}.")
+    return type(manager).load_model_streaming(manager, name, gguf_file=gguf_file)
 
 
 def list_models(manager: Any) -> list[dict[str, Any]]:

@@ -277,6 +277,19 @@ def test_a_cancelled_request_leaves_the_others_alone() -> None:
     assert_same_tokens(model, prompt, finished[name].generated_tokens)
 
 
+def test_what_handles_the_results_of_a_cancelled_request_is_removed() -> None:
+    """Servers keep one for each request; clients that leave cancel theirs."""
+    model, (prompt, other) = make_model(), random_prompts([11, 6])
+    with manager_of(model) as manager:
+        loop: Any = SimpleNamespace(call_soon_threadsafe=lambda *_: None)
+        manager.output_router.result_handlers["gone"] = (print, loop)
+        manager.add_request(other, request_id="gone", max_new_tokens=400, streaming=True)
+        manager.cancel_request("gone")
+        manager.add_request(prompt)
+        results(manager, 1)
+        assert not manager.output_router.result_handlers
+
+
 @pytest.mark.parametrize(("options", "tokens"), [({}, 160), (FULL, 64)], ids=["sliding", "full"])
 def test_what_the_cache_has_no_room_for_is_refused_and_the_others_are_served(
     options: dict[str, Any], tokens: int

@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -244,6 +244,50 @@ def test_a_request_without_a_limit_does_not_get_that_of_the_first_one() -> None:
     finally:
         engine.stop()
     assert [len(results[name]) for name in names] == [2, 13]
+
+
+@pytest.mark.parametrize("limits", [{"max_length": 8}, {}], ids=["max_length", "none"])
+def test_a_request_is_answered_within_its_own_limit_and_told_that_it_was_cut(limits: dict[str, int]) -> None:
+    """The server reports `length` where the answer is as long as `max_new_tokens` of the request's configuration."""
+    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
+    from transformers.cli.serving.utils import CBGenerateManager
+
+    from dynattn.scripts.serve.server import answer_whole, check_and_start_batching, with_limit
+
+    model, engine = make_model(max_position_embeddings=16), CBGenerateManager()
+    asked = GenerationConfig(do_sample=False, eos_token_id=-1, **limits)
+
+    async def answer() -> Any:
+        words: Any = (engine, model, make_tokenizer(), {"input_ids": [3, 4, 5]}, asked)
+        return await with_limit(answer_whole)(*words, request_id="one")
+
+    try:
+        check_and_start_batching(engine, model, GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1))
+        _, _, tokens = asyncio.run(answer())
+    finally:
+        engine.stop()
+    assert len(tokens) == asked.max_new_tokens == (5 if limits else 13)
+
+
+def test_an_error_within_a_stream_is_json() -> None:
+    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
+    from dynattn.scripts.serve.server import StreamError
+
+    message = 'a "word"\nand \\'
+    assert json.loads(f'{{"error": "{StreamError(message).msg}"}}') == {"error": message}
+
+
+@pytest.mark.parametrize(("name", "refused"), [("here@main", False), ("other@main", True)])
+def test_a_server_of_one_model_loads_no_other(name: str, refused: bool) -> None:
+    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
+    from starlette.exceptions import HTTPException
+
+    from dynattn.scripts.serve.server import ModelManager, load_unless_pinned
+
+    manager = ModelManager.__new__(ModelManager)
+    manager.force_model = "here"
+    with pytest.raises(HTTPException, match="pinned to 'here'") if refused else nullcontext():
+        assert load_unless_pinned(manager, name)
 
 
 @pytest.mark.parametrize("bias", [{"5": 100}, {}], ids=["whole number", "none"])
