@@ -199,6 +199,10 @@ def build_telling_server(ends: ExitStack, *args: Any, **kwargs: Any) -> FastAPI:
     application.add_exception_handler(
         HTTPException, lambda _, error: refusal(error.status_code, str(error.detail), error.headers)
     )
+    # Any other failure, such as one inside the model; Starlette still logs its traceback.
+    application.add_exception_handler(
+        Exception, lambda _, error: refusal(500, f"the server failed: {type(error).__name__}: {first_line(error)}")
+    )
     application.add_exception_handler(CBWorkerDeadError, lambda _, error: refusal(503, str(error)))
     return application
 

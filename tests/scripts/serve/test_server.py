@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -480,7 +480,8 @@ def answer_of(
     scope = {"type": "http", "method": method, "path": path, "query_string": b""}
     scope |= {"headers": [(b"content-type", b"application/json")]}
     telling = server.build_telling_server(ExitStack(), SimpleNamespace(), generation_state=None)
-    asyncio.run(telling(scope, receive, send))
+    with suppress(RuntimeError):  # Starlette raises what it answers with status 500 once more, for the log
+        asyncio.run(telling(scope, receive, send))
     return sent[0]["status"], dict(sent[0]["headers"]), json.loads(sent[1]["body"])
 
 
@@ -516,11 +517,13 @@ def test_every_reason_is_a_text_whose_form_clients_read(monkeypatch: pytest.Monk
     fastapi = pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
     from transformers.cli.serving.utils import CBWorkerDeadError
 
-    failures = [fastapi.HTTPException(422, [{"msg": "no questions"}]), CBWorkerDeadError("no memory")]
+    failures: list[Exception] = [fastapi.HTTPException(422, [{"msg": "no questions"}]), CBWorkerDeadError("no memory")]
+    failures += [RuntimeError("a layer is broken")]
     told = [answer_of(monkeypatch, ("POST", "/v1/completions", b"{}"), failure) for failure in failures]
     assert [(status, answer["error"]["message"]) for status, _, answer in told] == [
         (422, "[{'msg': 'no questions'}]"),
         (503, "no memory"),
+        (500, "the server failed: RuntimeError: a layer is broken"),
     ]
 
 
