@@ -17,7 +17,9 @@ from argparse import (
     RawDescriptionHelpFormatter,
 )
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
+from pathlib import Path
 from shlex import join
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -244,7 +246,17 @@ def _conversion(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         return {**_conversion(field, get_args(kind)[0]), "nargs": "+"}
     if get_origin(kind) is Literal:
         return {"type": _choice_of(get_args(kind)), "choices": get_args(kind)}
-    return {"type": kind}
+    return {"type": with_home if kind is str else kind}
+
+
+def with_home(text: str) -> str:
+    """The text of an option, with the user's home folder in the place of a leading `~/`, as a shell would have it.
+
+    Shells expand it neither in quotes nor behind `--output=`, and YAML files never do.
+    """
+    with suppress(RuntimeError):  # a user without a home
+        return str(Path(text).expanduser()) if text.startswith("~/") else text
+    return text
 
 
 def _without_none(name: str, hint: Any) -> Any:

@@ -10,17 +10,23 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..common.arguments import with_home
 from ..common.errors import UserError
 
 DESCRIPTION = "Write the curves of one or several runs as one HTML page."
 
 
+def path_of(text: str) -> Path:
+    """The path that an option or a word means."""
+    return Path(with_home(text))
+
+
 def main(argv: Sequence[str]) -> int:
     """Writes the page and returns the exit status."""
     parser = ArgumentParser(prog="dynattn report", description=DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run")
+    parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="output folder of a run")
     parser.add_argument(
-        "--output", type=Path, default=None, help="file to write (default: report.html in the first run)"
+        "--output", type=path_of, default=None, help="file to write (default: report.html in the first run)"
     )
     options = parser.parse_args(argv)
     from .page import write_page  # here, because it imports Matplotlib, and help needs to be fast

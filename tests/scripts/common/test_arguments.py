@@ -78,6 +78,22 @@ def test_a_file_may_stand_among_the_options(tmp_path: Path) -> None:
         assert (read.rate, read.revision) == (2, "main")
 
 
+@dataclass
+class Folders:
+    output: str = "runs"
+    text: str | None = None
+    files: list[str] = field(default_factory=list)
+
+
+def test_the_home_folder_is_expanded_where_a_shell_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a file, in quotes and behind `=`; otherwise a folder named `~` would be made."""
+    monkeypatch.setenv("HOME", "/home/me")
+    (file := tmp_path / "run.yaml").write_text("output: ~/run\nfiles: [~/a.txt, b~/c.txt]\n")
+    given = parse_arguments(Folders, [str(file), "--text=~5 and ~/"], prog="job")
+    assert given == Folders(output="/home/me/run", text="~5 and ~/", files=["/home/me/a.txt", "b~/c.txt"])
+    assert parse_arguments(Folders, ["--output=~/run"], prog="job").output == "/home/me/run"
+
+
 def test_aliases_are_not_multiplied(tmp_path: Path) -> None:
     """Each list stands for ten of the one before: 10^15 elements in all."""
     path = tmp_path / "arguments.yaml"
