@@ -6,6 +6,9 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from ..requirements import check_model
 
+# Methods of speculative decoding that draft tokens from earlier ones, without a model.
+TOKEN_DRAFTS = ("ngram", "suffix")
+
 
 class ComposedOptions(VerifyAndUpdateConfig):
     """Checks vLLM's options; vLLM calls it before it starts any process."""
@@ -21,6 +24,7 @@ class ComposedOptions(VerifyAndUpdateConfig):
         """
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         check_model(model.hf_config)
+        _check_drafts(vllm_config.speculative_config)
         if model.runner_type != "generate":
             raise ValueError(
                 f"{model.architecture} with runner={model.runner_type!r}: only models that generate text are served; "
@@ -41,10 +45,23 @@ class ComposedOptions(VerifyAndUpdateConfig):
             raise ValueError(
                 f"kv_cache_dtype={cache_dtype!r} would round the composition factors of a {dtype} model; use 'auto'"
             )
-        if vllm_config.kv_transfer_config is not None:
-            raise ValueError(
-                "kv_transfer_config is set, but pages of composed heads cannot be transferred; leave it out"
-            )
+        # vLLM makes a kv_transfer_config of kv_offloading_size, but only after this check.
+        transfers = {"kv_transfer_config": vllm_config, "kv_offloading_size": vllm_config.cache_config}
+        for name, owner in transfers.items():
+            if getattr(owner, name) is not None:
+                raise ValueError(f"{name} is set, but pages of composed heads cannot be transferred; leave it out")
+
+
+def _check_drafts(speculative_config: Any) -> None:
+    """Raises ValueError if a model drafts tokens, be it with composed heads or for a model with them.
+
+    vLLM takes one group of pages for all layers of a model that drafts, and gives rejected drafts row -1, the last one.
+    """
+    if speculative_config is not None and speculative_config.method not in TOKEN_DRAFTS:
+        raise ValueError(
+            f"speculative_config with method={speculative_config.method!r} lets a model draft tokens, which is not "
+            f"supported with composed heads; use one of the methods {TOKEN_DRAFTS}, or leave it out"
+        )
 
 
 def _limit_length(model: Any) -> None:

@@ -20,6 +20,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
         "kv_transfer_config",
     ),
+    "offloaded pages": ({"kv_offloading_size": 1.0}, "kv_offloading_size is set, but pages"),
     "more positions": ({"max_model_len": 1024}, r"max_model_len \(1024\) is greater"),
 }
 
@@ -31,6 +32,15 @@ def test_options_that_cannot_be_served(name: str, tmp_path: Any) -> None:
     given = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, **options}
     with pytest.raises(ValueError, match=message):
         EngineArgs(str(tmp_path), **given).create_engine_config()
+
+
+@pytest.mark.parametrize("method", ["draft_model", "medusa"])
+def test_models_do_not_draft(method: str, tmp_path: Any) -> None:
+    make_model().save_pretrained(tmp_path)
+    drafts = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}
+    given = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True}
+    with pytest.raises(ValueError, match=f"method='{method}' lets a model draft tokens.* use one of the methods"):
+        EngineArgs(str(tmp_path), speculative_config=drafts, **given).create_engine_config()
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "linear"])
