@@ -84,7 +84,9 @@ class ComposedMetadata(AttentionMetadata):
             tables.append(blocks[request, positions // block_size] * block_size + positions % block_size)
             spans.append(Span(tokens, slice(end, end + length - first)))
             end += length - first
-        return RequestRows(spans, torch.cat(tables).long(), self.common.slot_mapping[: self.common.num_actual_tokens])
+        # vLLM marks tokens that must not be written by -1. They go to block 0, which it keeps from all requests.
+        new_rows = self.common.slot_mapping[: self.common.num_actual_tokens].clamp(min=0)
+        return RequestRows(spans, torch.cat(tables).long(), new_rows)
 
 
 class ComposedMetadataBuilder(AttentionMetadataBuilder[ComposedMetadata]):
