@@ -110,14 +110,6 @@ def test_requests_that_arrive_together_share_a_prefix_before_it_is_computed(star
     assert count(llm, "prefix_cache_hits") > 0
 
 
-def test_drafts_of_the_prompt_change_no_token(start: Callable[..., LLM]) -> None:
-    model, prompts = make_model(), [*make_prompts(count=8, longest=100), [5, 6, 7] * 20]
-    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    llm = start(model, block_size=16, max_num_batched_tokens=64, speculative_config=drafts)
-    assert served(llm, prompts) == expected(model, prompts)
-    assert 0 < count(llm, "spec_decode_num_accepted_tokens") < count(llm, "spec_decode_num_draft_tokens")
-
-
 def test_a_prompt_beyond_the_positions_is_refused_and_others_are_still_served(start: Callable[..., LLM]) -> None:
     model, (prompt,) = make_model(max_position_embeddings=64), make_prompts(count=1, longest=40)
     llm = start(model)
@@ -149,3 +141,12 @@ def log_probabilities(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor
     """Of each token of a prompt but the first, after those before it; `[T - 1]`."""
     scores = model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
     return scores.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+
+
+def test_drafts_of_the_prompt_change_no_token(start: Callable[..., LLM]) -> None:
+    """The last test, because drafts import Numba, and vLLM starts no further engine in a process that has it."""
+    model, prompts = make_model(), [*make_prompts(count=8, longest=100), [5, 6, 7] * 20]
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    llm = start(model, block_size=16, max_num_batched_tokens=64, speculative_config=drafts)
+    assert served(llm, prompts) == expected(model, prompts)
+    assert 0 < count(llm, "spec_decode_num_accepted_tokens") < count(llm, "spec_decode_num_draft_tokens")
