@@ -30,8 +30,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 torch.set_num_threads(1)
-# The first backward pass counts the devices. If fake tensors came before, it would count a CUDA device that is not there,
-# start a thread for it, and copies of this process could not differentiate.
+# The first backward pass counts the devices. If fake tensors came before, it would count a CUDA device that is not
+# there, start a thread for it, and copies of this process could not differentiate.
 torch.ones(1, requires_grad=True).sum().backward()
 # In this mode PyTorch fills uninitialised memory with NaN, so code that reads memory before writing it fails loudly.
 torch.use_deterministic_algorithms(True, warn_only=True)
