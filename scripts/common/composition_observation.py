@@ -52,7 +52,7 @@ def attention_through(
         keep: called with the number of each layer and what it computed.
     """
 
-    def attend(module: Any, *args: Any, **options: Any) -> tuple[Tensor, None]:
+    def attend(module: Any, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """The attention function, with the interface of Transformers (see `attention_function`)."""
         given = {stage: options.pop(stage, None) or Composition() for stage in STAGES}
         # A stage can be without terms; then it mixes nothing and is not one of the layer's.
