@@ -10,7 +10,7 @@ from dynattn.families import FAMILIES
 
 from ...common.errors import UserError, refusal_of
 from .tensor_source import TensorSource, common_dtype
-from .weight_map import Step, foreign_shapes
+from .weight_map import Step, WeightMap, foreign_shapes, plan_export
 
 
 def choose_dtype(name: str, source: TensorSource, steps: Sequence[Step]) -> torch.dtype:
@@ -52,6 +52,18 @@ def check_import(
     model = meta_model(config, auto_class)
     config.architectures = config.architectures or [type(model).__name__]
     check_shapes(source, foreign_shapes(steps, shapes_of(model)))
+
+
+def authors_steps(source: TensorSource, weight_map: WeightMap, config: PreTrainedConfig) -> list[Step]:
+    """The steps from our checkpoint, of a model with a head and our `config`, to the authors' format.
+
+    Raises:
+        UserError: there is no head, or a weight is missing, has no place there, or has another shape than the model's.
+    """
+    refuse_headless(source, [name for rule in weight_map.rules for name in rule.ours], head_advice(config))
+    steps = plan_export(weight_map, source.headers)
+    check_shapes(source, shapes_of(meta_model(config)))
+    return steps
 
 
 def check_shapes(source: TensorSource, expected: Mapping[str, torch.Size]) -> None:

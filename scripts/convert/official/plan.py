@@ -12,18 +12,9 @@ from ...common.errors import UserError
 from ..common.driver import ConversionPlan
 from ..common.dropout import warn_of_dropout
 from ..common.model_loading import load_config
-from ..common.planning import (
-    check_import,
-    check_shapes,
-    choose_dtype,
-    head_advice,
-    in_file_order,
-    meta_model,
-    refuse_headless,
-    shapes_of,
-)
+from ..common.planning import authors_steps, check_import, choose_dtype, in_file_order
 from ..common.tensor_source import TensorSource
-from ..common.weight_map import plan_export, plan_import
+from ..common.weight_map import plan_import
 from ..common.writing import write_ours
 from .arguments import OfficialArguments
 from .config import OfficialConfig, field_warnings, length_warnings, pattern_warnings
@@ -116,10 +107,7 @@ def plan_reverse(arguments: OfficialArguments, raw: dict[str, Any], source: Tens
         raise UserError("config.json is not in our format; leave out --reverse to convert the official one")
     config = load_config(source.folder)
     official = to_official(config)
-    weight_map = official_map(official)
-    refuse_headless(source, [name for rule in weight_map.rules for name in rule.ours], head_advice(config))
-    steps = plan_export(weight_map, source.headers)
-    check_shapes(source, shapes_of(meta_model(config)))
+    steps = authors_steps(source, official_map(official), config)
     return Conversion(
         arguments=arguments,
         source=source,

@@ -12,18 +12,9 @@ from ...common.errors import UserError
 from ..common.driver import ConversionPlan
 from ..common.dropout import warn_of_dropout
 from ..common.model_loading import load_config
-from ..common.planning import (
-    check_import,
-    check_shapes,
-    choose_dtype,
-    head_advice,
-    in_file_order,
-    meta_model,
-    refuse_headless,
-    shapes_of,
-)
+from ..common.planning import authors_steps, check_import, choose_dtype, in_file_order
 from ..common.tensor_source import TensorSource, count_elements
-from ..common.weight_map import plan_export, plan_import, written_shapes
+from ..common.weight_map import plan_import, written_shapes
 from ..common.writing import write_ours
 from .arguments import RCMHAArguments
 from .config import OfficialRCMHAConfig, field_warnings
@@ -141,10 +132,7 @@ def plan_reverse(arguments: RCMHAArguments, raw: dict[str, Any], source: TensorS
     if not isinstance(config, RCMHAConfig):
         raise UserError(f"{source.folder} holds a {config.model_type!r} model, but only rcmha can be converted here")
     official = to_official(config, arguments.official_positions, from_streaming=arguments.from_streaming)
-    weight_map = rcmha_map(official, config.num_relative_positions)
-    refuse_headless(source, [name for rule in weight_map.rules for name in rule.ours], head_advice(config))
-    steps = plan_export(weight_map, source.headers)
-    check_shapes(source, shapes_of(meta_model(config)))
+    steps = authors_steps(source, rcmha_map(official, config.num_relative_positions), config)
     return RCMHAConversion(
         arguments=arguments,
         source=source,
