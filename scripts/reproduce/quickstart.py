@@ -96,9 +96,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_finished(output: Path, arguments: QuickstartArguments) -> None:
-    """Raises UserError if the folder holds a finished run with other arguments, which would be shown in their place.
+    """Raises UserError if the folder holds a finished run with other arguments, or the result of something else.
 
-    Nor is the result of something else shown.
+    Otherwise these would be shown in place of what was asked for.
     """
     for file in filter(Path.exists, (output / name / "result.json" for name in MODELS)):
         trained = read_json(file, f"remove the folder {file.parent} to train anew").get("arguments")

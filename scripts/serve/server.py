@@ -84,22 +84,15 @@ def run(argv: Sequence[str]) -> int:
             or the model.
         KeyboardInterrupt: a signal ended the server.
     """
-    is_folder = Path(argv[0]).is_dir()
-    if not argv[0].startswith("-"):
+    names_model, is_folder = not argv[0].startswith("-"), Path(argv[0]).is_dir()
+    if names_model:
         check_place(argv[0])
     if is_folder:
         check_has_config(Path(argv[0]))
     try:
         check_options(argv)
         check_engine("transformers", *TRANSFORMERS)
-        show_models_to_server()
-        CBGenerateManager.init_cb = check_and_start_batching  # type: ignore[method-assign, assignment]
-        CBGenerateManager.generate_non_streaming = with_own_name(with_limit(answer_whole))  # type: ignore[method-assign]
-        CBGenerateManager.generate_streaming = with_own_name(with_limit(answer_in_parts))  # type: ignore[method-assign]
-        BaseHandler._validate_request = check_fields  # type: ignore[method-assign, assignment]
-        ModelManager._validate_args = check_model_options  # type: ignore[method-assign]
-        ModelManager._load_model = load_language_model  # type: ignore[method-assign, assignment]
-        utils._StreamError = StreamError  # type: ignore[misc]
+        replace_in_server()
         with ExitStack() as ends:
             server.build_server = partial(build_telling_server, ends)
             if not is_folder:
@@ -110,7 +103,8 @@ def run(argv: Sequence[str]) -> int:
     except click.ClickException as error:
         raise UserError(error.format_message()) from error
     except (ImportError, ValueError, OSError) as error:
-        is_absent = isinstance(error, OSError) and error.errno is None and not is_folder and argv[0][0] != "-"
+        # What the Hub's errors are; those of the system have a number.
+        is_absent = names_model and not is_folder and isinstance(error, OSError) and error.errno is None
         raise absence(argv[0], error) if is_absent else UserError(str(error)) from error
     return 0
 
@@ -157,6 +151,18 @@ def load_language_model(manager: ModelManager, name: str, *args: Any, **options:
             f"the class {first_line(error).rpartition(' ')[2]} that {name} names is no language model of Transformers "
             "or of this package; serve one that is, or give the module that registers yours with --import"
         ) from error
+
+
+def replace_in_server() -> None:
+    """Replaces what Transformers' server lacks for this package's models, in this process alone."""
+    show_models_to_server()
+    CBGenerateManager.init_cb = check_and_start_batching  # type: ignore[method-assign, assignment]
+    CBGenerateManager.generate_non_streaming = with_own_name(with_limit(answer_whole))  # type: ignore[method-assign]
+    CBGenerateManager.generate_streaming = with_own_name(with_limit(answer_in_parts))  # type: ignore[method-assign]
+    BaseHandler._validate_request = check_fields  # type: ignore[method-assign, assignment]
+    ModelManager._validate_args = check_model_options  # type: ignore[method-assign]
+    ModelManager._load_model = load_language_model  # type: ignore[method-assign, assignment]
+    utils._StreamError = StreamError  # type: ignore[misc]
 
 
 def show_models_to_server() -> None:
