@@ -1,6 +1,5 @@
 """The attention fields that the configurations of all decoders with composed heads share."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -99,20 +98,11 @@ class ComposedConfig(CompositionConfig):
             return others
         if check_rope_mapping(given):
             own = {name: rope for name, rope in given.items() if rope is not None}
-            self.rope_parameters = {name: self._completed(rope, kwargs) for name, rope in own.items()}
+            self.rope_parameters = {name: self.completed_rope(rope, kwargs) for name, rope in own.items()}
         else:
-            self.rope_parameters = self._completed(given, kwargs)
+            self.rope_parameters = self.completed_rope(given, kwargs)
         self.validate_rotary()
         return others
-
-    def _completed(self, rope: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Rotary parameters of all layers, or of those of a type, with Transformers' defaults.
-
-        Transformers 5.17 itself completes only flat parameters.
-        """
-        self.rope_parameters = {**rope}
-        super().convert_rope_params_to_dict(**arguments)
-        return {**self.rope_parameters}
 
     def scheme_of(self, layer_type: str) -> str:
         """The position scheme of the layers of a type."""
@@ -211,11 +201,6 @@ class ComposedConfig(CompositionConfig):
             check_rope_parameters(self.rope_of(layer_type), head_dim)
             if scheme == "carope":
                 check_content_rope(self.rope_of(layer_type), head_dim)
-
-    def _validate_truncated_rope_parameters(self, rope: Any, ignore_keys: Any = None) -> None:
-        """Does nothing: Transformers calls a method of this name, but `validate_rotary` has checked the parameters."""
-
-    _validate_power_rope_parameters = _validate_truncated_rope_parameters
 
 
 def repeat_layer_types(pattern: str, num_hidden_layers: int) -> list[str]:

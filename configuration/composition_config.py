@@ -1,5 +1,6 @@
 """The fields of attention and composition that every configuration of a model with composed heads has."""
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 from huggingface_hub.dataclasses import strict
@@ -200,3 +201,17 @@ class CompositionConfig(PortableConfig):
                 f"num_key_value_heads ({self.num_key_value_heads}) must be even for differential_heads: the first "
                 "half has the first keys of all pairs, the second half the second"
             )
+
+    def completed_rope(self, rope: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Rotary parameters of all layers, or of those of a type, with Transformers' defaults.
+
+        Transformers 5.17 itself completes only flat parameters.
+        """
+        self.rope_parameters = {**rope}
+        super().convert_rope_params_to_dict(**arguments)
+        return {**self.rope_parameters}
+
+    def _validate_truncated_rope_parameters(self, rope: Any, ignore_keys: Any = None) -> None:
+        """Does nothing: Transformers calls a method of this name, but `validate_rotary` has checked the parameters."""
+
+    _validate_power_rope_parameters = _validate_truncated_rope_parameters

@@ -23,8 +23,8 @@ class DCModernBertConfig(CompositionConfig):
             on either side.
         layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each layer; by default
             every third layer, from the first on, is full.
-        rope_parameters (`dict`, *optional*): the rotary embedding of each layer type; `rope_theta` is by default
-            160,000 in full layers and 10,000 in sliding ones.
+        rope_parameters (`dict`, *optional*): the rotary embedding of each layer type, in any `rope_type` of a
+            DCFormer; `rope_theta` is by default 160,000 in full layers and 10,000 in sliding ones.
         norm_bias, mlp_bias, classifier_bias, decoder_bias (`bool`): biases of norms, MLPs, the layer in front of heads,
             and the masked language modeling head; only the last has one by default.
         embedding_dropout, mlp_dropout, classifier_dropout (`float`, default to 0.0): dropout of embeddings, of the
@@ -101,7 +101,7 @@ class DCModernBertConfig(CompositionConfig):
         if unknown := sorted(given.keys() - THETAS.keys()):
             raise ValueError(f"rope_parameters has {unknown}; it must have parameters for each of {sorted(THETAS)}")
         self.rope_parameters = {
-            layer_type: {"rope_type": "default", "rope_theta": theta, **(given.get(layer_type) or {})}
+            layer_type: self.completed_rope({"rope_theta": theta, **(given.get(layer_type) or {})}, {})
             for layer_type, theta in THETAS.items()
         }
         self.validate_rotary()
@@ -114,10 +114,8 @@ class DCModernBertConfig(CompositionConfig):
 
     def validate_rotary(self) -> None:
         """Part of the strict validation: the rotary parameters of both layer types are complete and fit the heads."""
-        for layer_type, rope in (self.rope_parameters or {}).items():
+        for rope in (self.rope_parameters or {}).values():
             check_rope_parameters(rope, self.head_dim or 0)
-            if (kind := rope["rope_type"]) != "default":
-                raise ValueError(f"rope_parameters: rope_type of {layer_type} ({kind!r}) must be 'default'")
 
 
 DCModernBertConfig.sizes = {

@@ -25,6 +25,25 @@ SHAPE: dict[str, Any] = {
     "sep_token_id": 2,
 }
 BIASES = {"norm_bias": True, "mlp_bias": True, "attention_bias": True, "classifier_bias": True}
+# Rotary embeddings for texts longer than those of the training, by the type of the full layers.
+LONGER_ROPES: dict[str, dict[str, Any]] = {
+    "yarn": {
+        "full_attention": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        "sliding_attention": {"rope_type": "linear", "factor": 2.0},
+    },
+    "dynamic": {
+        "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    },
+    "longrope": {
+        "full_attention": {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [1.0, 2.0, 3.0, 4.0],
+            "original_max_position_embeddings": 16,
+        }
+    },
+}
 # The head and the configuration of each.
 ENCODER_PARENTS: dict[str, tuple[str, ModernBertConfig]] = {
     "modernbert": ("ForMaskedLM", ModernBertConfig(**SHAPE)),
@@ -40,6 +59,9 @@ ENCODER_PARENTS: dict[str, tuple[str, ModernBertConfig]] = {
     "modernbert-tokens": ("ForTokenClassification", ModernBertConfig(**SHAPE, num_labels=5)),
     "modernbert-answers": ("ForQuestionAnswering", ModernBertConfig(**SHAPE)),
 }
+for name, ropes in LONGER_ROPES.items():
+    fields = {**SHAPE, "max_position_embeddings": 24, "rope_parameters": ropes}
+    ENCODER_PARENTS[f"modernbert-{name}"] = ("Model", ModernBertConfig(**fields))
 
 
 def make_encoder_parent(name: str) -> PreTrainedModel:

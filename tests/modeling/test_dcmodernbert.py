@@ -214,7 +214,6 @@ def test_the_loss_is_of_labelled_tokens_without_a_shift() -> None:
         ({"classifier_pooling": "max"}, "classifier_pooling 'max' does not exist; choose from"),
         ({"rope_parameters": {"rope_theta": 1e4}}, r"rope_parameters has \['rope_theta'\]; it must have parameters"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 0}}}, r"rope_theta \(0\) must be greater than 0"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}, "must be 'default'"),
         ({"rope_parameters": {"full_attention": {"rope_type": "linear"}}}, r"of rope_type 'linear' lack \['factor'\]"),
         ({"classifier_activation": "gelo"}, "classifier_activation 'gelo' does not exist"),
     ],
