@@ -57,8 +57,8 @@ OPTIONS = {
     "first_step": "freeze_parent_steps",
     "shape": "schedule",
 }
-# Fields of a fingerprint that depend on the number of updates.
-LENGTH_FIELDS = ("max_steps", "warmup_steps")
+# Fields of a fingerprint that depend on the number of updates, or say how a run ends: an extended run has others.
+LENGTH_FIELDS = ("max_steps", "warmup_steps", "decay_share")
 # Fields of a fingerprint that checkpoints of earlier versions lack, with the values that their runs had.
 EARLIER_SETTINGS = {
     "objective": "causal_lm",

@@ -136,7 +136,7 @@ def test_a_finished_run_is_extended_by_more_updates(corpus: Path, tmp_path: Path
     output = tmp_path / "run"
     first = run(output, corpus, max_steps=4)
     with caplog.at_level(logging.WARNING):
-        second = run(output, corpus, max_steps=8)
+        second = run(output, corpus, max_steps=8, decay_share=0.3)
     assert "the run had ended after 4 updates and now goes on to 8" in caplog.text
     assert (first.steps, second.steps) == (4, 8)
     assert curve(output, "step", split="train") == [[step] for step in range(1, 9)]
