@@ -69,10 +69,13 @@ def refuse_reentrant_checkpointing(model: Any) -> None:
     """
     if not (model.gradient_checkpointing and model.training and torch.is_grad_enabled()):
         return
-    if getattr(model._gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+    # Absent in a function of another kind than Transformers', such as DeepSpeed's. PyTorch takes None for True.
+    options = getattr(model._gradient_checkpointing_func, "keywords", None)
+    if options is not None and options.get("use_reentrant") in (True, None):
         raise ValueError(
-            "use_reentrant=True cannot differentiate the learned tables of position_scheme='t5' and "
-            "position_gain, which layers share; use gradient_checkpointing_enable({'use_reentrant': False})"
+            "checkpointing with use_reentrant=True, which is PyTorch's default, cannot differentiate the learned "
+            "tables of position_scheme='t5' and position_gain, which layers share; give {'use_reentrant': False} where "
+            "it is enabled, as activation_checkpointing_kwargs (gradient_checkpointing_kwargs in older libraries)"
         )
 
 
