@@ -27,15 +27,16 @@ def read_family(folder: Path, raw: dict[str, Any], model_types: Sequence[str]) -
 
 
 def make_config(make: Callable[..., PreTrainedConfig], *values: Any, **fields: Any) -> Any:
-    """Calls `make`, which gives a configuration.
+    """Calls `make`, which gives the configuration of the result.
 
     Raises:
-        UserError: its fields do not fit each other.
+        UserError: its fields do not fit each other, or one has a value that the result's family lacks.
     """
     try:
         return make(*values, **fields)
     except (StrictDataclassError, ValueError, TypeError) as error:
-        raise UserError(f"there can be no such model: {last_line(error)}") from error
+        what = "the result cannot be what config.json and the options ask for"
+        raise UserError(f"{what}: {last_line(error)}") from error
 
 
 def chosen_fields(arguments: UpcycleArguments, plain: Any) -> dict[str, Any]:
