@@ -9,6 +9,7 @@ requests are computed together, without it one after the other.
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from ..common.arguments import with_home
 from ..common.errors import UserError
 
 # Packages that Transformers' server needs, and that this package does not.
@@ -28,4 +29,4 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"the server needs {', '.join(missing)}; pip install 'dynattn[serving]'")
     from .server import run
 
-    return run(argv)
+    return run([with_home(word) for word in argv])

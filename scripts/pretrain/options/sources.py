@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ...common.arguments import with_home
 from ...common.errors import UserError
 from ...common.number_ranges import require
 
@@ -45,4 +46,4 @@ def parse_source(name: Any, options: Any) -> SourceOptions:
         require(is_number and 0 < number < math.inf, f"mixture.{name}.{key}", number, "a positive number")
     if ("weight" in numbers) == ("epochs" in numbers):
         raise UserError(f"mixture.{name} needs either weight or epochs; give one of them")
-    return SourceOptions(str(options["dataset"]), **numbers)
+    return SourceOptions(with_home(str(options["dataset"])), **numbers)

@@ -316,6 +316,14 @@ def test_what_is_no_checkpoint_is_refused_before_the_server_starts(
     assert message in capsys.readouterr().err
 
 
+def test_the_home_folder_is_expanded_where_a_shell_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server itself is replaced, so that the packages that it needs may be missing."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setattr(serve, "PACKAGES", ())
+    monkeypatch.setitem(sys.modules, "dynattn.scripts.serve.server", SimpleNamespace(run=list))
+    assert serve.main(["~/model", "--port", "80"]) == ["/home/me/model", "--port", "80"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

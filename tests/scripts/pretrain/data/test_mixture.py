@@ -150,6 +150,12 @@ def test_a_source_does_not_take_the_place_of_other_data(name: str, tmp_path: Pat
     assert not (tmp_path / "run" / "run.json").exists()
 
 
+def test_a_source_may_lie_below_the_home_folder(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    arguments = PretrainArguments(output="run", mixture='{"a": {"dataset": "~/x.txt", "weight": 1}}')
+    assert arguments.sources["a"].dataset == "/home/me/x.txt"
+
+
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
