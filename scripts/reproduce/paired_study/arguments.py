@@ -19,7 +19,7 @@ class PairedStudyArguments:
         UserError: a number is out of its range, seeds repeat, or the tuning seed is a measured one.
     """
 
-    output: str | None = option(None, "folder of the study; runs/STUDY by default, such as runs/vision")
+    output: str | None = option(None, "folder of the study; by default runs/seq2seq or runs/vision, after its name")
     tasks: list[str] | None = option(None, "names of tasks (an unknown name prints all names); all if not given")
     arms: list[str] | None = option(None, "names of arms (an unknown name prints all names); all if not given")
     seeds: list[int] = option([0, 1, 2], "seeds to measure")
