@@ -20,6 +20,8 @@ SPREAD = 0.75  # of a row's height, over which its runs lie
 SOLVED: dict[str, Any] = {"marker": "o", "markersize": 4, "linestyle": "none"}
 UNSOLVED: dict[str, Any] = {"marker": ">", "markersize": 4, "linestyle": "none", "fillstyle": "none"}
 MEAN: dict[str, Any] = {"marker": "|", "markersize": 16, "linestyle": "none"}
+# The mean counts runs that are not solved at the place where they are drawn, and is too low where there are any.
+LEGEND = ("solved", "not solved", "mean of both")
 
 
 def draw_solved(record: Mapping[str, Any], path: Path) -> None:
@@ -37,9 +39,7 @@ def draw_solved(record: Mapping[str, Any], path: Path) -> None:
     panels[0, 0].set_yticks(range(len(arms)), [ARMS[name].label for name in arms])
     panels[0, 0].invert_yaxis()
     solved, unsolved, mean = (Line2D([], [], color=OTHERS, **mark) for mark in (SOLVED, UNSOLVED, MEAN))
-    figure.legend(
-        (solved, unsolved, mean), ("solved", "not solved", "mean"), loc="lower center", ncols=3, frameon=False
-    )
+    figure.legend((solved, unsolved, mean), LEGEND, loc="lower center", ncols=3, frameon=False)
     figure.tight_layout(rect=(0, 0.4 / size[1], 1, 1))
     save(figure, path)
 

@@ -316,8 +316,10 @@ def test_every_run_is_drawn_in_the_row_of_its_arm(tmp_path: Path, monkeypatch: p
     figures.draw_solved(make_record(runs, SETTINGS), tmp_path / "solved.png")
     lines = [[line for line in axes.get_lines() if line.get_marker() in (">", "o")] for axes in drawn[0].axes]
     found = [[(line.get_marker(), *line.get_xydata()[0].round()) for line in panel] for panel in lines]
+    words = [text.get_text() for text in drawn[0].legends[0].get_texts()]
     monkeypatch.undo()
     figures.plt.close(drawn[0])
+    assert words == ["solved", "not solved", "mean of both"], "the mean is also of runs that are not solved"
     assert found == [[("o", 3, 0), (">", 500, 0), ("o", 9, 1), ("o", 9, 1)], [("o", 5, 1), (">", 500, 1)]]
 
 
