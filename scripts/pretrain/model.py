@@ -49,6 +49,8 @@ from .width_transfer import check_transfer, scale_initial_weights, transfer_conf
 AUTO_CLASSES: Mapping[str, Any] = {"causal_lm": AutoModelForCausalLM, "masked_lm": AutoModelForMaskedLM}
 DEFAULT_MODEL_TYPES = {"causal_lm": "dcformer", "masked_lm": "dcmodernbert"}
 DEFAULT_MODEL_SIZE = "tiny"
+# Types with a causal class whose loss does not shift its labels, so that it is lowest for a model that copies.
+UNSHIFTED_TYPES = ("cpmant", "prophetnet", "xlm", "xlnet")
 HEAD_NAMES = {"causal_lm": "causal language model", "masked_lm": "masked language model"}
 # A new model's vocabulary is rounded up to a multiple of this: matrix products are fastest with whole tiles.
 VOCABULARY_MULTIPLE = 64
@@ -300,11 +302,8 @@ def _load_config(arguments: PretrainArguments) -> PreTrainedConfig:
 
 def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments) -> None:
     """Raises UserError for sequences and objectives that are not for this model."""
-    if arguments.objective == "causal_lm" and reads_both_ways(config):
-        raise UserError(
-            f"a {config.model_type} reads each token with those after it, so predicting the next token teaches "
-            "nothing; give objective: masked_lm, or is_decoder: true in model_config"
-        )
+    if arguments.objective == "causal_lm":
+        _check_predicts_next(config)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and arguments.sequence_length > limit:
         raise UserError(
@@ -319,4 +318,19 @@ def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments) -> None:
         raise UserError(
             f"mask_documents keeps documents apart by positions that restart, and a {config.model_type} does not "
             "read them so; give mask_documents: false (--no_mask_documents)"
+        )
+
+
+def _check_predicts_next(config: PreTrainedConfig) -> None:
+    """Raises UserError for models that have a causal class, but would not learn to predict the next token."""
+    name = config.model_type
+    if name in UNSHIFTED_TYPES:
+        raise UserError(
+            f"the loss of a {name} compares what it predicts at a token with this token itself, not with the next one, "
+            "which teaches it to copy; give a model of another type"
+        )
+    if reads_both_ways(config):
+        raise UserError(
+            f"a {name} reads each token with those after it, so predicting the next token teaches nothing; give "
+            "objective: masked_lm, or is_decoder: true in model_config"
         )

@@ -41,6 +41,14 @@ def test_kernels_that_do_not_run_there_are_refused_before_the_run(monkeypatch: p
     job.check_attention(PretrainArguments(output="runs", attn_implementation="eager"), CPU)
 
 
+@pytest.mark.parametrize("model_type", ["xlnet", "xlm", "cpmant", "prophetnet"])
+def test_models_whose_loss_is_that_of_copying_are_refused(model_type: str) -> None:
+    fields = {"causal": True} if model_type == "xlm" else None
+    arguments = PretrainArguments(output="runs", model_type=model_type, model_config=fields)
+    with pytest.raises(UserError, match=f"loss of a {model_type} compares .* with this token itself, .* another type"):
+        job.plan_config(arguments)
+
+
 def test_a_model_that_composes_nothing_keeps_its_own() -> None:
     plain = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"))
     assert job.choose_attention(plain, PretrainArguments(output="runs"), CPU) == "attention: sdpa"  # type: ignore[arg-type]
