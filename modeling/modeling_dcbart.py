@@ -14,7 +14,7 @@ from ..configuration.configuration_dcbart import DCBartConfig
 from .caches.composed_cache import upgrade_to_composed_cache
 from .caches.names import takes_either_name
 from .common.composed_model import ComposedPreTrainedModel
-from .common.encoder import check_special_tokens
+from .common.input_checks import check_special_tokens
 from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, SourceEncoderBody, init_final_logits_bias
 from .common.seq2seq_decoder import Seq2SeqDecoderBody
 from .layers.composed_attention import ComposedAttention

@@ -10,13 +10,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_dcmodernbert import DCModernBertConfig
 from .common.composed_model import ComposedPreTrainedModel
-from .common.encoder import EncoderBody, check_special_tokens
+from .common.encoder import EncoderBody
 from .common.encoder_heads import (
     EncoderTokenClassificationHead,
     MaskedLMHead,
     PooledClassificationHead,
     QuestionAnsweringHead,
 )
+from .common.input_checks import check_special_tokens
 from .layers.composed_attention import ComposedAttention
 from .layers.mlp import GatedMLP
 from .positions.rotary import rotary_with

@@ -51,22 +51,6 @@ def bidirectional_masks(
     }
 
 
-def check_special_tokens(config: PreTrainedConfig, *names: str) -> None:
-    """Raises ValueError if a field of these `names`, an id or a list of ids, has one that is not in the vocabulary.
-
-    Such an id would end in an error of PyTorch when the model is made, trained or generates. None is no token.
-    """
-    rows = config.vocab_size
-    for name in names:
-        given = getattr(config, name)
-        for token in given if isinstance(given, list) else [given]:
-            if token is not None and not 0 <= token < rows:
-                raise ValueError(
-                    f"{name} ({token}) must be at least 0 and smaller than vocab_size ({rows}); give that of the "
-                    "tokenizer"
-                )
-
-
 class EncoderLayers:
     """Runs the layers of an encoder of text or images; mixed in front of a family's `PreTrainedModel`."""
 

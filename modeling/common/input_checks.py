@@ -1,12 +1,29 @@
-"""Checks of what callers give to encoders and decoders: tokens, positions, masks and caches."""
+"""Checks of what callers give to encoders and decoders: special tokens, and tokens, positions, masks and caches."""
 
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.utils.import_utils import is_tracing
 
 from ..ops.validation import check_mask_dtype
+
+
+def check_special_tokens(config: PreTrainedConfig, *names: str) -> None:
+    """Raises ValueError if a field of these `names`, an id or a list of ids, has one that is not in the vocabulary.
+
+    Such an id would end in an error of PyTorch when the model is made, trained or generates. None is no token.
+    """
+    rows = config.vocab_size
+    for name in names:
+        given = getattr(config, name)
+        for token in given if isinstance(given, list) else [given]:
+            if token is not None and not 0 <= token < rows:
+                raise ValueError(
+                    f"{name} ({token}) must be at least 0 and smaller than vocab_size ({rows}); give that of the "
+                    "tokenizer"
+                )
 
 
 def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:
