@@ -16,11 +16,11 @@ from transformers import PreTrainedConfig
 
 from ..common.checkpoint_files import require_inside, weights_sha256
 from ..common.errors import UserError, last_line
-from ..common.evaluation_metadata import merge_evaluation, read_evaluation
 from ..common.folder_names import may_be_on_the_hub
 from ..common.markdown import table
 from ..common.yaml_files import check_size
 from .checkpoint import Checkpoint
+from .evaluation_metadata import merge_evaluation, read_evaluation
 
 TASKS = {
     "AutoModelForMaskedLM": "fill-mask",

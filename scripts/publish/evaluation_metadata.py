@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
 
-from .errors import UserError
+from ..common.errors import UserError
 
 # Names of metrics on the Hub; others keep lm-eval's.
 METRICS = {"acc": "accuracy", "acc_norm": "accuracy"}
