@@ -5,15 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.random import Generator
-from numpy.typing import NDArray
 
-Tokens = NDArray[np.int64]
+from ..transformations import SYMBOLS, Tokens, copy_many, reverse, sort
 
 BOS, SEP, EOS, PLUS, FIRST_SYMBOL = range(5)
-SYMBOLS = 50
 VOCABULARY = FIRST_SYMBOL + SYMBOLS
-# How many symbols `copy-many` draws from, as the paper does (arXiv 2305.19466).
-COPIED = 20
 TEST_RATIO = 2.5
 
 
@@ -28,24 +24,6 @@ def copy_one(rng: Generator, batch: int, length: int) -> tuple[Tokens, Tokens]:
     """One symbol, `length` times, and the same again."""
     prompt = np.repeat(rng.integers(SYMBOLS, size=(batch, 1)), length, axis=1)
     return prompt, prompt
-
-
-def copy_many(rng: Generator, batch: int, length: int) -> tuple[Tokens, Tokens]:
-    """Symbols, and the same again."""
-    prompt = rng.integers(COPIED, size=(batch, length))
-    return prompt, prompt
-
-
-def reverse(rng: Generator, batch: int, length: int) -> tuple[Tokens, Tokens]:
-    """Symbols, and the same from the last to the first."""
-    prompt = rng.integers(COPIED, size=(batch, length))
-    return prompt, prompt[:, ::-1]
-
-
-def sort(rng: Generator, batch: int, length: int) -> tuple[Tokens, Tokens]:
-    """Different symbols, and the same in their order."""
-    prompt = rng.permuted(np.tile(np.arange(SYMBOLS), (batch, 1)), axis=1)[:, :length]
-    return prompt, np.sort(prompt, axis=1)
 
 
 def sum_digits(rng: Generator, batch: int, length: int) -> tuple[Tokens, Tokens]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.random import Generator
 
-from ..positions.tasks import SYMBOLS, Tokens, copy_many, reverse, sort
+from ..transformations import SYMBOLS, Tokens, copy_many, reverse, sort
 from .pairs import FIRST_TOKEN, Batch, make_batch
 
 
