@@ -19,6 +19,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from dynattn.modeling.ops import native_library
+
 Case = dict[str, Any]  # JSON values; "class" says what is counted together
 
 
@@ -121,7 +123,15 @@ def check_apart(kind: Kind, cases: Iterable[Case]) -> Iterator[Outcome]:
 
 def _check_in_child(kind: Kind, cases: tuple[Case, ...]) -> Iterator[Outcome]:
     """Yields outcomes up to the first that ended its process."""
-    with in_child(lambda tell: [tell(check_here(kind, case)) for case in cases]) as child:
+
+    def work(tell: Callable[[Any], None]) -> None:
+        # C code uses one thread in a forked process, which would wait for OpenMP's threads of its parent for ever. The
+        # parent here has started none, so this process may have its own, as an ordinary one has.
+        native_library._PROCESS = os.getpid()
+        for case in cases:
+            tell(check_here(kind, case))
+
+    with in_child(work) as child:
         for case in cases:
             try:
                 yield Outcome(case, child.hear(kind.seconds))

@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from dynattn.modeling.ops.native_library import usable_threads
 
 from .fast import findings
-from .harness import Case, Kind, as_line, check_apart
+from .harness import Case, Kind, Outcome, as_line, check_apart, in_child
 from .kinds.every import KINDS
 from .known import KNOWN, Known
 
@@ -63,6 +66,19 @@ def test_a_process_that_dies_is_a_finding_of_its_case_alone(status: int, says: s
     kind = Kind("dying", lambda random: {}, die, seconds=20)
     outcomes = list(check_apart(kind, [{"dies": False}, {"dies": True}, {"dies": False}]))
     assert [outcome.finding for outcome in outcomes] == [None, f"the process ends: {says}", None]
+
+
+def test_c_code_is_checked_with_threads() -> None:
+    """It takes one in a forked process, unless nobody has used threads before the fork, as here."""
+
+    def check(case: Case) -> None:
+        torch.set_num_threads(3)
+        assert usable_threads() == 3
+        with in_child(lambda tell: tell(usable_threads())) as later:
+            assert later.hear(20) == 1, "this one may be forked after threads were used"
+
+    assert list(check_apart(Kind("threads", lambda random: {}, check), [{}])) == [Outcome({})]
+    assert usable_threads() == torch.get_num_threads()
 
 
 @pytest.mark.slow
