@@ -151,7 +151,7 @@ def test_a_folder_of_the_user_named_lm_eval_is_not_deleted(
 ):
     (tmp_path / "lm-eval" / "model").mkdir(parents=True)
     (tmp_path / "lm-eval" / "model" / "main.py").write_text("mine")
-    (tmp_path / "text.txt").write_text(DOCUMENTS[0])
+    (tmp_path / "text.txt").write_text(DOCUMENTS[0], encoding="utf-8")
     command = ["evaluate", checkpoints[0], "--dataset", str(tmp_path / "text.txt"), "--output", str(tmp_path)]
     assert cli.main([*command, "--device", "cpu", "--overwrite"]) == 2
     assert "also holds model/main.py, which would be lost" in capsys.readouterr().err
@@ -188,7 +188,7 @@ def test_a_full_disk_costs_neither_the_earlier_evaluation_nor_the_new_table(
 
     write_files(tmp_path / "results", {"of": "one"}, "table", overwrite=False)
     before = {path.name: path.read_text() for path in (tmp_path / "results").iterdir()}
-    (tmp_path / "text.txt").write_text(DOCUMENTS[0])
+    (tmp_path / "text.txt").write_text(DOCUMENTS[0], encoding="utf-8")
     monkeypatch.setattr(results_module, "write_json", fill_disk)
     command = ["evaluate", checkpoints[0], "--dataset", str(tmp_path / "text.txt"), "--device", "cpu"]
     assert cli.main([*command, "--output", str(tmp_path / "results"), "--overwrite"]) == 2
@@ -198,7 +198,7 @@ def test_a_full_disk_costs_neither_the_earlier_evaluation_nor_the_new_table(
 
 
 def test_an_overwritten_evaluation_of_another_kind_leaves_nothing(checkpoints: list[str], tmp_path: Path):
-    (tmp_path / "text.txt").write_text(DOCUMENTS[0])
+    (tmp_path / "text.txt").write_text(DOCUMENTS[0], encoding="utf-8")
     output = tmp_path / "results"
     (output / "lm-eval" / "model").mkdir(parents=True)
     for name in ("lm-eval/model/results_1.json", "samples.jsonl", "long.png", "results.json", "notes.txt"):
@@ -218,7 +218,7 @@ def test_an_overwritten_evaluation_of_another_kind_leaves_nothing(checkpoints: l
 def test_what_a_model_cannot_read_is_refused(
     index: int, words: list[str], message: str, checkpoints: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ):
-    (tmp_path / "text.txt").write_text(DOCUMENTS[0])
+    (tmp_path / "text.txt").write_text(DOCUMENTS[0], encoding="utf-8")
     assert cli.main(["evaluate", checkpoints[index], "--dataset", str(tmp_path / "text.txt"), *words]) == 2
     assert message in capsys.readouterr().err
 
