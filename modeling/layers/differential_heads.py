@@ -36,12 +36,12 @@ class DifferentialHeads(nn.Module):
         )
         self.norm = RMSNorm(2 * config.head_dim, config.head_norm_eps)
 
-    def forward(self, post: Composition | None) -> Composition:
+    def forward(self, post: Composition) -> Composition:
         """Returns `post` with a static term that subtracts lambda times the probabilities of a pair's second head."""
         difference = difference_of_pairs(self._weight(), self.num_heads)
         query, key, static = pack_factors(post)
         static = difference if static is None else static + difference
-        return unpack_factors({"query": query, "key": key}, static, 1 if post is None else post.groups)
+        return unpack_factors({"query": query, "key": key}, static, post.groups)
 
     def normalize(self, output: Tensor) -> Tensor:
         """Normalizes the output of each pair.

@@ -167,7 +167,7 @@ def test_a_new_model_draws_lambda_as_the_paper_does() -> None:
 
 def test_a_static_mixing_is_added_to_the_difference_of_pairs() -> None:
     part = make("differential").model.layers[1].self_attn.differential
-    static, difference = torch.randn(4, 4), part(None).static
+    static, difference = torch.randn(4, 4), part(Composition()).static
     torch.testing.assert_close(part(Composition(static=static)).static, static + difference)
 
 
@@ -177,7 +177,7 @@ def test_lambda_in_half_precision_is_rounded_once() -> None:
         for name, value in (("q1", 0.5), ("k1", 0.296875), ("q2", 0.5), ("k2", 0.2890625)):
             getattr(part, f"lambda_{name}").fill_(value)
     expected = math.exp(32 * 0.5 * 0.296875) - math.exp(32 * 0.5 * 0.2890625) + 0.2
-    assert -part(None).static[0, 0].item() == 0 and -part(None).static[2, 0].item() == pytest.approx(
+    assert -part(Composition()).static[0, 0].item() == 0 and -part(Composition()).static[2, 0].item() == pytest.approx(
         expected, rel=2**-8
     )
 
