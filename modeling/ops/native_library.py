@@ -191,9 +191,11 @@ def _cache_folder() -> Path:
     """The user's cache, a folder of the user among the temporary files, or a new temporary folder.
 
     It is the first of them that is safe and takes code. Where there is no home to write to, the second spares each
-    process from compiling again.
+    process from compiling again. A relative path in `XDG_CACHE_HOME` is ignored, as the XDG specification wants: each
+    working directory would get a cache.
     """
-    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    root = given if given.is_absolute() else Path("~/.cache")
     for place in (root / "dynattn", Path(tempfile.gettempdir()) / f"dynattn-{os.geteuid()}"):
         try:
             folder = place.expanduser()

@@ -168,6 +168,16 @@ def test_a_user_without_a_home_has_a_cache_among_the_temporary_files(
     assert library.parent.name == f"dynattn-{os.geteuid()}"
 
 
+@pytest.mark.usefixtures("cache")
+def test_a_cache_in_the_working_directory_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The XDG specification calls relative paths invalid."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert native_library._cache_folder() == tmp_path / ".cache" / "dynattn"
+    assert not Path("here").exists()
+
+
 def test_processes_without_a_cache_share_what_one_compiles(cache: Path) -> None:
     cache.parent.write_text("a file, so that nothing can be kept here")
     assert answer() == 42
