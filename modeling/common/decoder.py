@@ -17,7 +17,7 @@ from .activation_checkpointing import check_keeps_cache
 from .decoder_inputs import DecoderArguments, DecoderInputs, prepare_decoder_inputs, refuse_later_tokens
 from .family_model import FamilyPreTrainedModel
 from .layer_types import typed_layers
-from .packed_documents import not_before_document
+from .packed_documents import borders_of, not_before_document
 
 MASK_MAKERS: dict[str, Callable[..., Any]] = {
     "full_attention": create_causal_mask,
@@ -80,7 +80,7 @@ class DecoderBody:
             past_key_values,
             inputs_embeds,
             use_cache,
-            kwargs.get("cu_seq_lens_q"),
+            borders_of(kwargs),
             kwargs.get("paged"),
         )
         inputs = self.prepare_inputs(given)

@@ -15,7 +15,7 @@ from ..caches.names import NEW_NAME, OLD_NAME
 from ..layers.attention_interface import implementation_for
 from .input_checks import check_attention_mask, check_position_ids, check_tokens, mask_beside_borders
 from .layer_types import layer_types_of, typed_layers
-from .packed_documents import packed_starts, same_document, starts_by_borders
+from .packed_documents import borders_of, packed_starts, same_document, starts_by_borders
 
 BIDIRECTIONAL_MASK_MAKERS: dict[str, Callable[..., Any]] = {
     "full_attention": create_bidirectional_mask,
@@ -133,7 +133,7 @@ class EncoderBody(EncoderLayers):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         check_position_ids(position_ids, inputs_embeds)
-        borders, marks = kwargs.get("cu_seq_lens_q"), position_ids
+        borders, marks = borders_of(kwargs), position_ids
         if borders is not None:
             attention_mask = mask_beside_borders(attention_mask)
             indices = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)

@@ -1,6 +1,7 @@
 """Several documents packed into one row of the batch: finds where each starts, and keeps them apart in masks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,20 @@ def packed_starts(position_ids: Tensor, shape: torch.Size) -> Tensor | None:
     """
     starts = starts_by_positions(position_ids).expand(shape)
     return starts if is_tracing(starts) or bool(starts.any()) else None
+
+
+def borders_of(arguments: Mapping[str, Any]) -> Tensor | None:
+    """The borders `[documents + 1]` of packed documents among a model's keywords, `cu_seq_lens_q`; None without any.
+
+    Queries and keys are the same tokens, so `cu_seq_lens_k` beside them says nothing more.
+
+    Raises:
+        ValueError: there are those of keys alone.
+    """
+    borders = arguments.get("cu_seq_lens_q")
+    if borders is None and arguments.get("cu_seq_lens_k") is not None:
+        raise ValueError("cu_seq_lens_k is given without cu_seq_lens_q, which is read; give both, or cu_seq_lens_q")
+    return borders
 
 
 def starts_by_borders(cu_seq_lens: Tensor, inputs_embeds: Tensor) -> Tensor:

@@ -134,6 +134,8 @@ def test_documents_packed_by_positions_do_not_see_each_other(implementation: str
     torch.testing.assert_close(counted, packed[:1], atol=1e-6, rtol=0)  # far positions have rounded angles
     with pytest.raises(ValueError, match="cu_seq_lens must rise from 0 to the length of a single packed row"):
         model(ids[:1], cu_seq_lens_q=ends[:-1])
+    with pytest.raises(ValueError, match="cu_seq_lens_k is given without cu_seq_lens_q"):
+        model(ids[:1], cu_seq_lens_k=ends)
 
 
 @pytest.mark.parametrize(

@@ -304,6 +304,8 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     for borders in (torch.tensor([], dtype=torch.long), torch.tensor([[0, 16], [0, 16]])):
         with pytest.raises(ValueError, match=r"cu_seq_lens of shape .* must be \[documents \+ 1\]"):
             model(IDS, cu_seq_lens_q=borders)
+    with pytest.raises(ValueError, match="cu_seq_lens_k is given without cu_seq_lens_q"):
+        model(IDS, cu_seq_lens_k=torch.tensor([0, 9, 16]))
     learned = make("mha-learned")
     with pytest.raises(ValueError, match="position_ids has -3; learned positions count from 0"):
         learned(IDS, position_ids=torch.arange(16)[None] - 3)
