@@ -56,9 +56,11 @@ class ContentRotary(nn.Module):
             past: the phases of the last earlier token, `[B, H_kv, 1, D / 2]`.
             token_mask: `[B, T]`, False for padding, which adds nothing to the phases of later tokens.
         """
-        logits = self.frequency(hidden_states).transpose(1, 2)[..., None]
+        logits = self.frequency(hidden_states)[..., None]
         frequency = 1 / (F.softplus(logits.to(at_least_float32(logits.dtype))) + 1)
-        steps = frequency ** torch.arange(self.head_dim // 2, device=logits.device)
+        # Transposed only now: the compiler's backend `aot_eager` expects other strides of the gradient of a softplus of
+        # transposed numbers than PyTorch computes, and fails.
+        steps = (frequency ** torch.arange(self.head_dim // 2, device=logits.device)).transpose(1, 2)
         if token_mask is not None:
             steps = steps * token_mask[:, None, :, None]
         phases = steps.cumsum(2)

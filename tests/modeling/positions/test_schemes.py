@@ -303,6 +303,16 @@ def test_carope_is_that_of_the_golden_case(form: str, carope: tuple[ContentRotar
     torch.testing.assert_close(output[shown], tensors[f"{form}.output"][shown], atol=1e-12, rtol=1e-12)
 
 
+def test_carope_is_differentiated_when_compiled_without_a_compiler_of_kernels() -> None:
+    module, hidden = ContentRotary(16, kv_heads=2, head_dim=8, rope_theta=1e4), torch.randn(2, 5, 16)
+    run = torch.compile(module, backend="aot_eager", fullgraph=True)
+    expected, observed = (
+        torch.autograd.grad(phases.square().sum(), list(module.parameters()))
+        for phases in (module(hidden), run(hidden))
+    )
+    torch.testing.assert_close(observed, expected)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(("head_dim", "theta"), [(8, 1e4), (16, 5e5), (2, 1e4)])
 def test_a_new_model_with_carope_turns_as_rope_does(head_dim: int, theta: float) -> None:
