@@ -52,6 +52,7 @@ def report(
     defaults: Mapping[str, int],
     measure: Callable[[argparse.Namespace], dict[str, list[float]]],
     format_table: Callable[[dict[str, Any]], str],
+    least: Mapping[str, int] = LEAST,
 ) -> None:
     """Measures with the options of a command line and writes `record.json` and `table.md` into its folder.
 
@@ -61,10 +62,11 @@ def report(
         defaults: of the options, all of which are whole numbers; `threads` is among them.
         measure: returns milliseconds of each round by what was measured.
         format_table: the record in Markdown.
+        least: the least values of options for which it is not 1.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    options = parse_numbers(parser, argv, defaults)
+    options = parse_numbers(parser, argv, defaults, least)
     torch.set_num_threads(options.threads)
     load = os.getloadavg()
     samples = measure(options)
@@ -84,15 +86,18 @@ def report(
 
 
 def parse_numbers(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: Mapping[str, int]
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    defaults: Mapping[str, int],
+    least: Mapping[str, int] = LEAST,
 ) -> argparse.Namespace:
     """Parses a command line with an option for each of `defaults`, and refuses numbers with nothing to measure."""
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
     options = parser.parse_args(argv)
     for name in defaults:
-        if (value := getattr(options, name)) < (least := LEAST.get(name, 1)):
-            parser.error(f"--{name}={value} must be at least {least}")
+        if (value := getattr(options, name)) < (limit := least.get(name, 1)):
+            parser.error(f"--{name}={value} must be at least {limit}")
     return options
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from dynattn import prepack
 
 from ..common.markdown import table
-from .generate_report import make_models, report, timing_cells
+from .generate_report import LEAST, make_models, report, timing_cells
 
 SHORTEST = 8
 HEADING = """`{command}`
@@ -37,7 +37,7 @@ COLUMNS = ("model", "prompts", "median ms", "minimum ms", "ratio to padded, medi
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and writes the record and the table."""
     defaults = {"rounds": 7, "longest": 1024, "prompts": 16, "layers": 6, "heads": 16, "width": 64, "threads": 1}
-    report(argv, __doc__, "prefill_report", defaults, measure, format_table)
+    report(argv, __doc__, "prefill_report", defaults, measure, format_table, {**LEAST, "longest": SHORTEST})
     return 0
 
 

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from dynattn.scripts.benchmark.prefill_report import draw_lengths, format_table, main
 
 
@@ -11,6 +13,12 @@ def test_lengths_are_from_8_to_the_longest() -> None:
     assert (lengths[0], max(lengths)) == (512, 512)
     assert 8 <= min(lengths) < 12
     assert sorted(lengths)[100] < 100  # as many below the geometric mean as above it
+
+
+def test_a_longest_prompt_below_the_shortest_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--longest", "7"])
+    assert "--longest=7 must be at least 8" in capsys.readouterr().err
 
 
 def test_both_ways_are_measured_in_turns_and_told_in_a_table(tmp_path: Path) -> None:
