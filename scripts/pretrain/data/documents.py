@@ -21,6 +21,8 @@ from .indexed_names import is_indexed
 # The same documents are held out whatever the seed of the run, so that runs with different seeds can be compared.
 HOLD_OUT_SEED = 0
 BATCH_DOCUMENTS = 1000
+# Bytes at the start of a file by which it is told from another one.
+BEGINNING = 4096
 
 
 @dataclass(frozen=True)
@@ -213,10 +215,8 @@ def _load_files(files: list[Path], streaming: bool = False) -> Any:
     options = {"sample_by": "document", "encoding": "utf-8-sig"} if loader == "text" else {}
     try:
         # The cache of datasets tells files apart by path and time, and `rsync` may leave another file with the same.
-        sizes = zlib.crc32(repr([path.stat().st_size for path in files]).encode())
-        return load_dataset(
-            loader, f"sizes-{sizes:08x}", data_files=patterns, split="train", streaming=streaming, **options
-        )
+        name = f"beginnings-{checksum_of_beginnings(files):08x}"
+        return load_dataset(loader, name, data_files=patterns, split="train", streaming=streaming, **options)
     except Exception as error:  # the loaders raise whatever their parser raised
         cause = error.__cause__ or error
         if isinstance(cause, OSError) and cause.filename and Path(str(cause.filename)) not in files:
@@ -225,6 +225,15 @@ def _load_files(files: list[Path], streaming: bool = False) -> Any:
             ) from error
         rest = f" and {len(files) - 1} more files" if len(files) > 1 else ""
         raise UserError(f"cannot read {files[0]}{rest} as {loader}: {reason_of(cause)}") from error
+
+
+def checksum_of_beginnings(files: list[Path]) -> int:
+    """A checksum of the sizes and the first bytes of files, which is quick to compute however long they are."""
+    checksum = 0
+    for path in files:
+        with path.open("rb") as file:
+            checksum = zlib.crc32(b"%d " % path.stat().st_size + file.read(BEGINNING), checksum)
+    return checksum
 
 
 def reason_of(error: BaseException) -> str:

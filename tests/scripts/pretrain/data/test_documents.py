@@ -103,11 +103,11 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path):
 def test_a_file_with_new_text_and_its_old_time_is_read_anew(suffix: str, tmp_path: Path):
     """`rsync` and `tar` keep the time of a file, by which the cache of datasets recognizes it."""
     file, found = tmp_path / f"data{suffix}", []
-    for text in ("the first", "another text"):
+    for text in ("the first", "another text", "as long text"):
         file.write_text(json.dumps({"text": text}) if suffix == ".jsonl" else text)
         os.utime(file, (1e9, 1e9))
         found += load_text(str(file), PretrainArguments(output="x"), "train")["text"]
-    assert found == ["the first", "another text"]
+    assert found == ["the first", "another text", "as long text"]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
