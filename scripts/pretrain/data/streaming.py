@@ -179,21 +179,29 @@ class BlockWriter:
         """Writes blocks until the process ends; `wanted` is the highest block number that an update has asked for."""
         ignore_signals()
         parent = os.getppid()
+
+        def is_needed() -> bool:
+            return os.getppid() == parent and wanted.value != ENOUGH
+
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             blocks, number = None, 0
-            while os.getppid() == parent and wanted.value != ENOUGH:
+            while is_needed():
                 if wanted.value < 0 or (blocks is not None and number > wanted.value + BLOCKS_AHEAD):
                     time.sleep(POLL_SECONDS)
                     continue
                 if blocks is None:
                     number, previous = self._last_block(wanted.value)
                     blocks = self._blocks(previous)
-                next(blocks).save(block_path(self.folder, number))
+                block = next(blocks)
+                if not is_needed():  # Reading takes long, and the folder may be another run's by now.
+                    return
+                block.save(block_path(self.folder, number))
                 number += 1
                 self._delete_old()
         except Exception as error:  # whatever it is, processes that wait for the next block have to stop
-            write_json(self.folder / FAILURE, {"error": reason_of(error)})
+            if is_needed():
+                write_json(self.folder / FAILURE, {"error": reason_of(error)})
 
     def tell_if_it_dies(self, process: BaseProcess, finished: threading.Event) -> None:
         """Waits for the end of the writing process; if it ends too early, stops those who wait for a block."""

@@ -5,8 +5,10 @@ import multiprocessing
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -119,6 +121,25 @@ def test_a_run_on_a_stream_lets_the_reading_process_end(
     assert run(tmp_path / "run", shards, **options, max_steps=2, warmup_steps=1).steps == 2
     assert statuses == [0]
     assert max(written_blocks(tmp_path / "run" / "data" / "stream")) <= streaming.BLOCKS_AHEAD
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_reading_process_whose_run_was_killed_writes_nothing_more(
+    fails: bool, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The run that was killed ended while a block was read, and another one may have its folder by now."""
+    made = writer(options, tmp_path)
+
+    def read(previous: Block | None) -> Iterator[Block]:
+        monkeypatch.setattr(streaming.os, "getppid", lambda: 1)
+        if fails:
+            raise OSError("the folder is gone")
+        yield from BlockWriter._blocks(made, previous)
+
+    monkeypatch.setattr(made, "_blocks", read)
+    monkeypatch.setattr(streaming, "ignore_signals", lambda: None)
+    made.run(SimpleNamespace(value=0))
+    assert not list(made.folder.iterdir())
 
 
 def test_what_ended_an_earlier_reading_process_does_not_end_the_next(
