@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ def generate(random: Random) -> Case:
 
 
 def check(case: Case) -> None:
-    with tempfile.TemporaryDirectory(prefix="dynattn-fuzz-") as cache:
+    # Temporary files lie there, too: where no cache can be written, C code of an earlier case would be found in others.
+    with tempfile.TemporaryDirectory(prefix="dynattn-fuzz-") as cache, patch.object(tempfile, "tempdir", cache):
         os.environ["XDG_CACHE_HOME"] = cache
         if case["class"] == "cache that cannot be written":
             os.environ["XDG_CACHE_HOME"] = "/proc/none"
