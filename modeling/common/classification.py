@@ -75,6 +75,34 @@ def check_token_labels(labels: Tensor, outputs: Tensor) -> None:
         )
 
 
+def check_skip_logits(skip_logits: bool | None, labels: Tensor | None) -> None:
+    """Raises ValueError if logits are skipped and there are no labels for the loss."""
+    if skip_logits and labels is None:
+        raise ValueError("skip_logits=True leaves nothing but the loss, which needs labels; give labels")
+
+
+def read_by_loss(hidden_states: Tensor, labels: Tensor, skip_logits: bool | None) -> tuple[Tensor, Tensor]:
+    """The hidden states and labels of a loss that compares logits and labels place by place.
+
+    With `skip_logits` these are only the `N` targets, so that no logits are computed elsewhere.
+
+    Args:
+        hidden_states: `[B, T, E]`.
+        labels: `[B, T]`, -100 where no loss is wanted.
+
+    Returns:
+        Both arguments as they are, or, with `skip_logits`, `[N, E]` and `[N]`.
+
+    Raises:
+        ValueError: labels have another shape than the tokens.
+    """
+    check_token_labels(labels, hidden_states)
+    if not skip_logits:
+        return hidden_states, labels
+    is_target = labels != IGNORED
+    return hidden_states[is_target], labels[is_target]
+
+
 def problem_type_of(labels: Tensor, config: PreTrainedConfig) -> str:
     """The configuration's `problem_type`; if it has none, the one that Transformers' loss reads from the labels."""
     if config.problem_type is not None:

@@ -23,7 +23,7 @@ from ..serving.requirements import (
     new_token_limit,
     with_defaults_of,
 )
-from .classification import check_token_labels
+from .classification import check_skip_logits, check_token_labels
 
 
 class CausalLMHead:
@@ -149,8 +149,7 @@ class CausalLMHead:
             ValueError: labels have another shape than the logits, or are missing with `skip_logits`; or `z_loss` is
                 given and the loss is not computed in chunks.
         """
-        if skip_logits and labels is None:
-            raise ValueError("skip_logits=True leaves nothing but the loss, which needs labels; give labels")
+        check_skip_logits(skip_logits, labels)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -15,8 +15,14 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
-from ..ops.chunked_loss import IGNORED
-from .classification import check_class_labels, check_token_labels, first_token, mean_of_tokens
+from .classification import (
+    check_class_labels,
+    check_skip_logits,
+    check_token_labels,
+    first_token,
+    mean_of_tokens,
+    read_by_loss,
+)
 
 
 class PredictionHead(nn.Module):
@@ -96,17 +102,13 @@ class MaskedLMHead(EncoderHead):
             ValueError: labels have another shape than the tokens, or are missing with `skip_logits`; or `z_loss` is
                 given.
         """
-        if skip_logits and labels is None:
-            raise ValueError("skip_logits=True leaves nothing but the loss, which needs labels; give labels")
+        check_skip_logits(skip_logits, labels)
         if kwargs.get("z_loss"):
             raise ValueError(f"z_loss={kwargs['z_loss']} is part of the loss of causal models alone; leave it out")
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
         hidden_states = outputs.last_hidden_state
         if labels is not None:
-            check_token_labels(labels, hidden_states)
-            if skip_logits:
-                is_target = labels != IGNORED
-                hidden_states, labels = hidden_states[is_target], labels[is_target]
+            hidden_states, labels = read_by_loss(hidden_states, labels, skip_logits)
         logits, loss = self.lm_head(self.prediction_head(hidden_states)), None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

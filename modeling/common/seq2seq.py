@@ -19,7 +19,7 @@ from transformers.utils.import_utils import is_tracing
 
 from ..caches.names import cache_in, named_cache, takes_either_name
 from ..ops.chunked_loss import IGNORED
-from .classification import check_token_labels
+from .classification import check_skip_logits, read_by_loss
 from .decoder_inputs import count_positions
 from .encoder import EncoderBody
 from .input_checks import is_complete_mask
@@ -102,7 +102,10 @@ class Seq2SeqBody:
             ValueError: the arguments do not fit each other or the model.
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None:
-            raise ValueError("give decoder_input_ids or decoder_inputs_embeds; or labels, which a head shifts")
+            raise ValueError(
+                "give decoder_input_ids or decoder_inputs_embeds; or labels, which a head shifts (with "
+                "label_smoothing_factor the Trainer keeps them to itself: use DataCollatorForSeq2Seq(tokenizer, model))"
+            )
         refuse_positions(kwargs)
         refuse_complete_mask(attention_mask)
         if encoder_outputs is None:
@@ -173,21 +176,25 @@ class Seq2SeqLMHead:
         decoder_inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput:
-        """Returns logits `[B, T, V]` and, with labels, the loss.
+        """Returns logits `[B, T, V]`, or `None` with `skip_logits`, and, with labels, the loss.
 
         Args:
             labels: `[B, T]` target tokens, -100 where no loss is wanted. Without `decoder_input_ids` the decoder reads
                 them shifted to the right. With `num_items_in_batch` the loss is the sum over targets divided by it.
+            skip_logits: return the loss without logits, which are then computed for the targets alone. The Trainer
+                passes it in evaluation where `use_liger_kernel` is set.
 
         The other arguments are those of the base model.
 
         Raises:
             ValueError: the arguments do not fit each other or the model.
         """
-        if asked := [name for name in ("skip_logits", "z_loss") if kwargs.get(name)]:
-            raise ValueError(f"{asked[0]} is not supported in encoder-decoders; leave it out")
+        check_skip_logits(skip_logits, labels)
+        if kwargs.get("z_loss"):
+            raise ValueError("z_loss is not supported in encoder-decoders; leave it out")
         if labels is not None:
             use_cache = bool(use_cache)
             if decoder_input_ids is None and decoder_inputs_embeds is None:
@@ -204,15 +211,16 @@ class Seq2SeqLMHead:
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.lm_head(outputs.last_hidden_state)
+        hidden_states, loss = outputs.last_hidden_state, None
+        if labels is not None:
+            hidden_states, labels = read_by_loss(hidden_states, labels, skip_logits)
+        logits = self.lm_head(hidden_states)
         if self.final_logits_bias is not None:
             logits = logits + self.final_logits_bias
-        loss = None
         if labels is not None:
-            check_token_labels(labels, logits)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         others = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
-        return Seq2SeqLMOutput(loss=loss, logits=logits, **others)
+        return Seq2SeqLMOutput(loss=loss, logits=None if skip_logits else logits, **others)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """What the decoder reads to predict `labels` `[B, T]`, same shape. Transformers' data collators call it."""

@@ -193,6 +193,20 @@ def test_label_smoothing_of_the_trainer_predicts_the_next_token(family: str, tmp
     torch.testing.assert_close(loss, F.cross_entropy(logits, IDS[:, 1:].flatten(), label_smoothing=0.1))
 
 
+@pytest.mark.parametrize("name", ["dcbart", "rcmha_seq2seq"])
+def test_label_smoothing_of_encoder_decoders_needs_the_inputs_of_the_decoder(name: str, tmp_path: Path) -> None:
+    """The Trainer takes the labels away; Transformers' collator makes the inputs from them, if it has the model."""
+    known = FAMILIES[name]
+    model = known.load_model_class(known.main_auto_class)(known.load_config_class().from_size("tiny")).eval()
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, report_to=[], use_cpu=True))
+    with pytest.raises(ValueError, match=r"label_smoothing_factor .* use DataCollatorForSeq2Seq\(tokenizer, model\)"):
+        trainer.compute_loss(model, {"input_ids": IDS, "labels": IDS})
+    shifted = model.prepare_decoder_input_ids_from_labels(IDS)
+    loss = trainer.compute_loss(model, {"input_ids": IDS, "labels": IDS, "decoder_input_ids": shifted})
+    logits = model(input_ids=IDS, labels=IDS).logits.flatten(0, 1)
+    torch.testing.assert_close(loss, F.cross_entropy(logits, IDS.flatten(), label_smoothing=0.1))
+
+
 def test_plain_attention_can_be_traced() -> None:
     """While tracing, sizes are tensors, which PyTorch does not take for switches."""
     states, longer = (torch.randn(1, 2, length, 4) for length in (5, 7))

@@ -318,9 +318,22 @@ def test_that_a_target_sees_no_later_tokens_is_not_said_of_the_source(kind: str,
         model.get_encoder()(input_ids=source, is_causal=True)
 
 
-@pytest.mark.parametrize(
-    "options", [{"skip_logits": True}, {"z_loss": 1e-4}, {"cu_seq_lens_q": torch.tensor([0, 4, 6])}]
-)
+@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": torch.tensor(3)}])
+@pytest.mark.parametrize("fields", [{}, {"final_logits_bias": True}])
+def test_a_loss_may_be_computed_without_logits(fields: dict[str, Any], options: dict[str, Any]) -> None:
+    """The Trainer asks for this in evaluation, of any model, where `use_liger_kernel` is set."""
+    model, source, labels = make_model(**fields), random_tokens(2, 6), random_tokens(2, 4)
+    if model.final_logits_bias is not None:
+        model.final_logits_bias.normal_()
+    labels[0, 2:] = -100
+    bare = model(input_ids=source, labels=labels, skip_logits=True, **options)
+    assert bare.logits is None
+    torch.testing.assert_close(bare.loss, model(input_ids=source, labels=labels, **options).loss)
+    with pytest.raises(ValueError, match="skip_logits=True leaves nothing but the loss, which needs labels"):
+        model(input_ids=source, decoder_input_ids=source, skip_logits=True)
+
+
+@pytest.mark.parametrize("options", [{"z_loss": 1e-4}, {"cu_seq_lens_q": torch.tensor([0, 4, 6])}])
 def test_what_would_change_nothing_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"{next(iter(options))} .*leave (it|them) out"):
         make_model()(input_ids=random_tokens(1, 6), labels=random_tokens(1, 4), **options)
