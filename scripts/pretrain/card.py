@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import CONFIG_MAPPING
+
+from dynattn.remote_code import PACKAGE, root_of
 
 from ..common import markdown
 from ..common.folder_names import may_be_on_the_hub
@@ -66,18 +69,18 @@ On the held-out part of the data, after the last update:
 {versions}
 """
 
-USE_CAUSAL = """import dynattn  # registers the model types of this package
+USE_CAUSAL = """import {package}  # registers the model type
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")
 model = AutoModelForCausalLM.from_pretrained("PATH_OR_NAME")
 inputs = tokenizer("The", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))"""
-USE_MASKED = """import dynattn  # registers the model types of this package
+USE_MASKED = """import {package}  # registers the model type
 from transformers import pipeline
 
 fill = pipeline("fill-mask", model="PATH_OR_NAME")
-print(fill(f"The {fill.tokenizer.mask_token} statement"))"""
+print(fill(f"The {{fill.tokenizer.mask_token}} statement"))"""
 
 
 @dataclass(frozen=True)
@@ -98,8 +101,10 @@ WORDINGS = {
 
 def write_card(folder: Path, arguments: PretrainArguments, result: Result, model_type: str) -> None:
     """Writes `README.md` with Hub metadata, the data, the settings and what was measured."""
+    words = asdict(WORDINGS[result.objective])
+    words["use"] = words["use"].format(package=registering_package(model_type))
     text = BODY.format(
-        **asdict(WORDINGS[result.objective]),
+        **words,
         name=result.output.resolve().name,
         model_type=model_type,
         origin=origin(arguments.init_from),
@@ -110,6 +115,12 @@ def write_card(folder: Path, arguments: PretrainArguments, result: Result, model
     )
     data = metadata(arguments, result, model_type)
     ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(folder / "README.md")
+
+
+def registering_package(model_type: str) -> str:
+    """What has to be imported before the Auto classes load a model: this package, or the user's own for a variant."""
+    owner = root_of(CONFIG_MAPPING[model_type])
+    return PACKAGE if owner == "transformers" else owner
 
 
 def settings_of(arguments: PretrainArguments) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from huggingface_hub import ModelCard
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from transformers import PreTrainedConfig
 
+from dynattn.remote_code import root_of
+
 from ..common.checkpoint_files import require_inside, weights_sha256
 from ..common.errors import UserError, last_line
 from ..common.folder_names import may_be_on_the_hub
@@ -81,10 +83,10 @@ LIMITS = {
 USAGE = """\
 ## How to load
 
-With the `dynattn` package installed, its own code is used:
+With the `{package}` package installed, its own code is used:
 
 ```python
-import dynattn  # registers the model type
+import {package}  # registers the model type
 from transformers import {imports}
 
 {load}
@@ -121,7 +123,7 @@ def make_card(checkpoint: Checkpoint, *, repo: str | None, license_name: str | N
         _add_scores(card.data, checkpoint, name, evaluation)
     if repo is not None:
         card.text = card.text.replace(PLACEHOLDER, _quote(repo))
-    if "import dynattn" not in card.text or "trust_remote_code=True" not in card.text:
+    if f"import {root_of(type(checkpoint.config))}" not in card.text or "trust_remote_code=True" not in card.text:
         card.text = f"{card.text.rstrip()}\n\n{_usage(checkpoint, name)}"
     return str(card)
 
@@ -220,7 +222,9 @@ def _usage(checkpoint: Checkpoint, name: str) -> str:
         variables = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "processor"}
         return "\n".join(f"{variables.get(cls, 'model')} = {cls}.from_pretrained({quoted}{options})" for cls in classes)
 
-    return USAGE.format(imports=", ".join(classes), load=load(""), load_remote=load(", trust_remote_code=True"))
+    package, imports = root_of(type(checkpoint.config)), ", ".join(classes)
+    loads = {"load": load(""), "load_remote": load(", trust_remote_code=True")}
+    return USAGE.format(package=package, imports=imports, **loads)
 
 
 def _quote(name: str) -> str:

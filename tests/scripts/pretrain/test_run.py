@@ -12,9 +12,9 @@ from cases.checkpoints import assert_same_weights, weights_of
 from cases.training import LLAMA, arguments, assert_same_run, curve, killed_run, run, without_timing
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
-import dynattn  # noqa: F401
+from dynattn import DCFormerConfig
 from dynattn.scripts.common.builtin_corpus import builtin_documents
 from dynattn.scripts.common.environment import source_commit
 from dynattn.scripts.common.errors import UserError
@@ -89,6 +89,16 @@ def test_final_card_names_settings_that_are_not_the_defaults(finished: Result, t
     rows = (tmp_path / "README.md").read_text().splitlines()
     assert {"| optimizer | muon |", "| schedule | wsd |", "| packing | best_fit |", "| max_steps | 7 |"} <= set(rows)
     assert not any("muon_momentum" in row for row in rows)
+
+
+def test_final_card_imports_the_package_that_registers_the_model(
+    finished: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    variant = type("MyConfig", (DCFormerConfig,), {"__module__": "mine.configuration", "model_type": "mine"})
+    monkeypatch.setitem(CONFIG_MAPPING._extra_content, "mine", variant)
+    for model_type, package in {"mine": "mine", "dcformer": "dynattn", "llama": "dynattn"}.items():
+        write_card(tmp_path, PretrainArguments(output="runs"), finished, model_type)
+        assert f"```python\nimport {package}  #" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,9 @@ def test_a_registered_variant_is_published_with_its_own_code(tmp_path: Path) -> 
     written = {path.name for path in (tmp_path / "published").iterdir()}
     assert {"my_variant_model.py", "my_variant_heads.py", "modeling_dcformer.py", "README.md"} <= written
     assert "my_variant___init__.py" not in written
+    card = (tmp_path / "published" / "README.md").read_text()
+    assert "import my_variant  # registers" in card
+    assert "import dynattn" not in card  # which alone cannot load the model
 
     forgotten = [sys.executable, "-m", "dynattn", "publish", "checkpoint", "--output", "again"]
     ended = subprocess.run(forgotten, cwd=tmp_path, capture_output=True, text=True, check=False)
