@@ -52,9 +52,9 @@ def compose_heads_of(model: nn.Module, *, names: Iterable[str] | None = None, **
 
     Args:
         names: the modules to replace, by their names in `model.named_modules()`; by default all.
-        options: keywords of `ComposedMultiheadAttention`: `compose_*` (except `compose_init_scale`),
+        options: keywords of `ComposedMultiheadAttention`: `compose_*`, or those of `mixer_fields(...)`,
             `cross_attention`, `implementation`, and `dropout=0.0` to switch off the dropout of probabilities, which
-            composed heads cannot have.
+            composed heads cannot have. `compose_init_scale` is always 0, and may be given as that.
 
     Returns:
         The names of the replaced modules.
@@ -69,6 +69,8 @@ def compose_heads_of(model: nn.Module, *, names: Iterable[str] | None = None, **
     >>> new = [p for name in names for p in model.get_submodule(name).composition.parameters()]
     ```
     """
+    if options.get("compose_init_scale") == 0:  # as the fields of most mixers have it
+        del options["compose_init_scale"]
     chosen = _find_attention(model, names)
     composed: dict[nn.Module, nn.Module] = {}
     changes: dict[nn.Module, Callable[[], None]] = {}

@@ -10,7 +10,7 @@ from cases.vision_models import DETR_NAMES, TIMM_NAMES, Ask, detr, strengthen, v
 from torch import Tensor, nn
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
-from dynattn import ComposedMultiheadAttention, compose_heads_of
+from dynattn import ComposedMultiheadAttention, compose_heads_of, mixer_fields
 from dynattn.modeling.other_models.side_generators import SideGenerators
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -96,6 +96,17 @@ def test_outputs_and_gradients_do_not_change(kind: str, training: bool) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(ours[name].grad, parameter.grad, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("mixer", ["dcmha", "talking_heads", "head_convolution", "modded_nanogpt"])
+@pytest.mark.parametrize("make", [transformer, detr])
+def test_the_fields_of_a_mixer_are_options(mixer: str, make: Callable[[], tuple[nn.Module, Ask]]) -> None:
+    model, ask = make()
+    expected = ask(model)
+    for name in compose_heads_of(model, **mixer_fields(mixer)):
+        static = model.get_submodule(name).composition.static_weight
+        assert (static is not None) == (mixer in ("talking_heads", "head_convolution"))
+    torch.testing.assert_close(ask(model), expected, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("kind", MODELS)
