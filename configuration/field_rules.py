@@ -41,6 +41,7 @@ ABSENT_HERE = (
     "hidden_dropout",
     "layerdrop",
     "mem_len",
+    "mixer",
     "num_key_value_heads",
     "position_gain",
     "position_scheme",

@@ -366,6 +366,7 @@ def test_rotary_fields_that_rcmha_does_not_have_are_refused(name: str) -> None:
         (DCBartConfig, {"position_scheme": "alibi"}, "DCBartConfig has no field position_scheme, which changes"),
         (RCMHAConfig, {"num_key_value_heads": 2}, "RCMHAConfig has no field num_key_value_heads, which changes"),
         (RCMHAConfig, {"compose_rank": 1}, "RCMHAConfig has no field compose_rank, which changes nothing"),
+        (RCMHAConfig, {"mixer": "talking_heads"}, "RCMHAConfig has no field mixer, which changes nothing"),
         (DCFormerConfig, {"torch_dtype": "float32", "rope_theta": 2e4, "temperature": 0.5, "_name_or_path": "x"}, None),
         (DCBartConfig, {"vocab_size": 100, "num_hidden_layers": 2, "decoder_layers": 2}, None),
     ],
