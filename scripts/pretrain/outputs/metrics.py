@@ -96,10 +96,10 @@ def tensorboard_errors_told_once() -> Iterator[None]:
 
 
 def format_record(record: MetricRecord) -> str:
-    """One line for the terminal."""
+    """One line for the terminal, without what was not measured."""
     parts = [f"step {record['step']}", record["split"]]
     for name, value in record.items():
-        if name not in ("step", "split"):
+        if name not in ("step", "split") and value is not None:
             parts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
     return " · ".join(parts)
 

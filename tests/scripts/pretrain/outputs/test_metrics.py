@@ -11,7 +11,7 @@ from accelerate.tracking import TensorBoardTracker
 from cases.training import run
 
 from dynattn.scripts.common.errors import StoppedError
-from dynattn.scripts.pretrain.outputs.metrics import MetricsLog
+from dynattn.scripts.pretrain.outputs.metrics import MetricsLog, format_record
 
 
 def test_a_signal_while_tensorboard_starts_ends_the_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -47,3 +47,8 @@ def test_trackio_keeps_the_run_in_a_file(corpus: Path, tmp_path: Path, monkeypat
     with sqlite3.connect(file) as database:
         rows = database.execute("select metrics from metrics").fetchall()
     assert any("train/loss" in str(row) for row in rows)
+
+
+def test_a_line_of_the_terminal_leaves_out_what_was_not_measured():
+    record = {"step": 20, "split": "validation", "loss": 6.4, "bits_per_byte": None, "targets": 1502}
+    assert format_record(record) == "step 20 · validation · loss 6.4 · targets 1502"
