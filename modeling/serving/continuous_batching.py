@@ -137,6 +137,15 @@ class ComposedBatchingManager(ContinuousBatchingManager):
         positions = self.model.config.max_position_embeddings - len(input_ids)
         return room_for_answer(self._make_cache(), len(input_ids), max_new_tokens, positions)
 
+    def check_announced(self, hints: WorkloadHints) -> None:
+        """Raises ValueError if the cache has no room for the longest request that `hints` announce.
+
+        Only `generate_batch` announces requests. It logs the errors of `add_request`, and would return no answers.
+        """
+        if prompt := hints.max_prompt_length:
+            positions = self.model.config.max_position_embeddings - prompt
+            room_for_answer(self._make_cache(), prompt, hints.max_generated_length or None, positions)
+
     def start(self) -> None:
         """As in Transformers, but makes the cache before the thread, so that requests are checked against it."""
         self._make_cache()
@@ -212,8 +221,9 @@ def start_batching(
 
     Raises:
         ValueError: serving does not support the model or the settings, see `check_model` and `check_settings`, or the
-            kept manager has other ones.
+            kept manager has other ones; or the cache has no room for the longest request of `workload_hints`.
     """
+    hints = workload_hints or WorkloadHints()
     is_given = generation_config is not None
     generation_config = with_defaults_of(model, generation_config)
     kept = getattr(model, "_cached_continuous_batching_manager", None)
@@ -221,15 +231,17 @@ def start_batching(
         if is_given:
             check_settings(model.config.vocab_size, generation_config, kept.continuous_batching_config)
             check_joins(kept.generation_config, generation_config)
+        kept.check_announced(hints)
         return kept
     if generation_config.eos_token_id is None:
         generation_config.eos_token_id = -1  # what Transformers takes for "none"
     settings = continuous_batching_config or ContinuousBatchingConfig()
     check_model(model.config)
     check_settings(model.config.vocab_size, generation_config, settings)
-    hints = workload_hints or WorkloadHints()
     served: Any = ServedModel(model)
-    return ComposedBatchingManager(served, generation_config, with_sizes(model, settings, hints), hints)
+    manager = ComposedBatchingManager(served, generation_config, with_sizes(model, settings, hints), hints)
+    manager.check_announced(hints)
+    return manager
 
 
 def row_config(config: PreTrainedConfig) -> PreTrainedConfig:

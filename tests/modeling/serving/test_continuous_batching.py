@@ -324,6 +324,17 @@ def test_requests_are_checked_against_the_cache_also_before_the_start_and_not_af
     assert manager.add_request(prompt) is None and manager.batch_processor is None
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_generate_batch_raises_what_it_would_only_log(is_kept: bool) -> None:
+    """Transformers' method logs errors of requests, and returns no answers."""
+    model, (prompt, other) = make_model(**FULL), random_prompts([20, 6])
+    few = {"continuous_batching_config": ContinuousBatchingConfig(**{**SETTINGS, "num_blocks": 2})}
+    if is_kept:
+        assert model.generate_batch([[1, 2, 3]], GREEDY, persistent_manager=True, max_new_tokens=2, **few)
+    with pytest.raises(ValueError, match="20 tokens and 4 new ones does not fit into the paged cache"):
+        model.generate_batch([other, prompt], GREEDY, max_new_tokens=4, **few)
+
+
 def test_threads_that_add_the_first_requests_share_one_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = make_model(**FULL).init_continuous_batching(GREEDY, ContinuousBatchingConfig(**SETTINGS))
     create, made = manager._create_batch_processor, []
