@@ -100,6 +100,8 @@ def run(argv: Sequence[str]) -> int:
             app(["serve", *argv], standalone_mode=False)
     except click.Abort as stopped:  # Click's own name for what a signal raised
         raise stopped.__cause__ or KeyboardInterrupt from None
+    except click.NoSuchOption as error:  # whose own message holds the description of every option
+        raise UserError(f"there is no option {error.option_name}; `transformers serve --help` lists all") from error
     except click.ClickException as error:
         raise UserError(error.format_message()) from error
     except (ImportError, ValueError, OSError) as error:

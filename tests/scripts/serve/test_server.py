@@ -333,6 +333,7 @@ def test_the_home_folder_is_expanded_where_a_shell_does_not(monkeypatch: pytest.
         (["--device", "cuda:99"], "device 'cuda:99' cannot be used: "),
         (["--device", "99"], "device 'cuda:99' cannot be used: "),
         (["--attn-implementation", "nope"], "Unsupported attention implementation: 'nope'"),
+        (["--por", "8000"], "there is no option --por; `transformers serve --help` lists all\n"),
     ],
 )
 def test_impossible_options_are_refused_in_one_line(
