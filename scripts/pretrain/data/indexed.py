@@ -209,7 +209,7 @@ class IndexedSamples(Sequences):
         return [f"sample {self.span[index]} of {self.data.path.name}"]
 
     def describe(self) -> str:
-        return f"{len(self):,} samples of {self.length + 1} tokens in the order of {self.data.path.name}"
+        return f"{len(self):,} samples of {self.length + 1} tokens from {self.data.path.name}"
 
     @cached_property
     def text_bytes(self) -> int:

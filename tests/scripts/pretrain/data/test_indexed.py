@@ -16,6 +16,7 @@ from dynattn.scripts.pretrain.data import indexed
 from dynattn.scripts.pretrain.data.documents import load_documents
 from dynattn.scripts.pretrain.data.indexed import IndexedSamples, IndexedTokens
 from dynattn.scripts.pretrain.data.opening import _as_sequences
+from dynattn.scripts.pretrain.data.sequences import MixedSequences
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 
 LENGTH = 32
@@ -52,6 +53,11 @@ def test_a_sample_is_read_and_predicted_token_by_token(samples: Path):
     expected = data.tokens[7 * (LENGTH + 1) : 8 * (LENGTH + 1)].astype(np.int64)
     assert item["input_ids"].tolist() == expected[:-1].tolist()
     assert item["shift_labels"].tolist() == item["labels"].tolist() == expected[1:].tolist()
+
+
+def test_samples_claim_no_order_because_a_mixture_shuffles_them(samples: Path):
+    alone = IndexedSamples(IndexedTokens.open(samples), range(40), None, mask_documents=False)  # type: ignore[arg-type]
+    assert MixedSequences({"pile": alone}).describe() == "pile: 40 samples of 33 tokens from document.idx"
 
 
 def test_documents_in_a_sample_are_kept_apart_if_asked(tmp_path: Path):
