@@ -103,8 +103,9 @@ def read_model(source: Path, *, averaged: bool = False) -> "PreTrainedModel":
     from .model import AUTO_CLASSES
     from .outputs import checkpoint
     from .outputs.earlier_format import is_earlier_format, load_earlier_weights
-    from .outputs.training_state import load_weights
+    from .outputs.training_state import hide_warning_of_one_process, load_weights
 
+    hide_warning_of_one_process()
     fingerprint: dict[str, Any] = checkpoint.read_state(source)["fingerprint"]
     fields = {name.removeprefix("model."): value for name, value in fingerprint.items() if name.startswith("model.")}
     config = CONFIG_MAPPING[fields.pop("model_type")](**fields)

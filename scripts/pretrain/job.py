@@ -16,7 +16,6 @@ import dataclasses
 import logging
 import os
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -51,6 +50,7 @@ from .outputs.checkpoint_writer import CheckpointWriter
 from .outputs.metrics import MetricsLog, check_trackers, tensorboard_errors_told_once
 from .outputs.run_folder import RunFolder, remove
 from .outputs.throughput import Throughput
+from .outputs.training_state import hide_warning_of_one_process
 from .plan import Plan, build_plan, describe
 from .processes import on_all, on_main
 from .results import Result, summarize
@@ -139,8 +139,7 @@ def build_accelerator(arguments: PretrainArguments) -> Accelerator:
     AcceleratorState._reset_state()
     # Accelerate warns at each checkpoint that tied weights are stored once.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
-    # torch.distributed.checkpoint warns at each checkpoint of a single process, although `no_dist` is set.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    hide_warning_of_one_process()
     return Accelerator(
         cpu=not torch_accelerator.is_available(),
         mixed_precision=arguments.mixed_precision,

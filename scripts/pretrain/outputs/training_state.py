@@ -5,6 +5,7 @@ a shard belongs in the whole tensor, so any number of processes can read what th
 """
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,6 +93,14 @@ def stored_sizes(reader: HuggingFaceStorageReader) -> dict[str, torch.Size]:
     """The shapes of the whole tensors in a folder, by name."""
     entries = cast("dict[str, TensorStorageMetadata]", reader.read_metadata().state_dict_metadata)
     return {name: entry.size for name, entry in entries.items()}
+
+
+def hide_warning_of_one_process() -> None:
+    """Hides what torch.distributed.checkpoint warns of in a single process, although `no_dist` is set.
+
+    The filter is one of the whole process, because checkpoints are also written by a thread.
+    """
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def load_weights(folder: Path, model: nn.Module, *, averaged: bool = False) -> None:
