@@ -239,7 +239,7 @@ def _default_of(field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 def _conversion(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     """How an option reads its values: argparse's `type`, `nargs`, `const`, `choices` and `metavar`."""
-    kind = _without_none(field.name, hint)
+    kind = without_none(field.name, hint)
     if kind is bool:
         return {"type": parse_bool, "nargs": "?", "const": True, "metavar": "yes|no"}
     if get_origin(kind) is list:
@@ -259,7 +259,7 @@ def with_home(text: str) -> str:
     return text
 
 
-def _without_none(name: str, hint: Any) -> Any:
+def without_none(name: str, hint: Any) -> Any:
     """The type to parse a value as: `X` for `X | None`, and `str` for other unions, such as `str | dict`.
 
     Raises:

@@ -5,9 +5,6 @@ from typing import Any, Literal
 
 from ...common.arguments import option
 
-Packing = Literal["concatenate", "best_fit", "anchor"]
-PositionSampling = Literal["jitter", "subset"]
-
 
 @dataclass(kw_only=True)
 class DataOptions:
@@ -53,13 +50,13 @@ class DataOptions:
     sequence_length: int = option(256, "tokens in each packed sequence")
     mask_documents: bool = option(True, "keep attention inside each document of a packed sequence")
 
-    packing: Packing = option(
+    packing: Literal["concatenate", "best_fit", "anchor"] = option(
         "concatenate",
         "how documents fill sequences: concatenate (end to end, cut anywhere), best_fit (few documents are "
         "cut, with some padding) or anchor (as concatenate, but documents of a sequence share their first token)",
     )
 
-    position_sampling: PositionSampling | None = option(
+    position_sampling: Literal["jitter", "subset"] | None = option(
         None,
         "train with random ascending positions: jitter (random steps of mean 1) or subset (a random choice "
         "of the positions below position_limit); validation has ordinary positions",

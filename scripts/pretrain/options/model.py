@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 from ...common.arguments import option
 
-ObjectiveName = Literal["causal_lm", "masked_lm"]
 # The unit of the loss of each objective.
 LOSS_UNITS = {"causal_lm": "nats per token", "masked_lm": "nats per masked token"}
 
@@ -14,7 +13,7 @@ LOSS_UNITS = {"causal_lm": "nats per token", "masked_lm": "nats per masked token
 class ModelOptions:
     """Which model is trained, from which weights, and to predict what."""
 
-    objective: ObjectiveName = option(
+    objective: Literal["causal_lm", "masked_lm"] = option(
         "causal_lm", "what is predicted: causal_lm (the next token) or masked_lm (masked tokens; for encoders)"
     )
     model_type: str | None = option(

@@ -5,9 +5,6 @@ from typing import Literal
 
 from ...common.arguments import option
 
-OptimizerName = Literal["adamw", "muon"]
-Schedule = Literal["cosine", "wsd"]
-
 
 @dataclass(kw_only=True)
 class OptimizationOptions:
@@ -22,7 +19,7 @@ class OptimizationOptions:
         None, "peak for the weights that compose heads; learning_rate by default"
     )
     freeze_parent_steps: int = option(0, "first updates in which only the weights that compose heads learn")
-    schedule: Schedule = option(
+    schedule: Literal["cosine", "wsd"] = option(
         "cosine", "how the learning rate falls: cosine, or wsd: stable, then down in the last decay_share"
     )
     decay_share: float = option(0.2, "share of the updates in which the schedule wsd lowers the learning rate")
@@ -33,7 +30,7 @@ class OptimizationOptions:
         "learn; a fiftieth of all updates by default",
     )
     weight_decay: float = option(0.1, "decay of matrices; embeddings, biases and norms have none")
-    optimizer: OptimizerName = option(
+    optimizer: Literal["adamw", "muon"] = option(
         "adamw",
         "adamw, or muon: Muon for matrices of hidden layers and AdamW for all other weights, with the same "
         "learning_rate and weight_decay",

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from ...common.arguments import without_none
 from ...common.number_ranges import check_seed, require
-from .data import DataOptions, Packing, PositionSampling
-from .model import ModelOptions, ObjectiveName
-from .optimization import OptimizationOptions, OptimizerName, Schedule
-from .running import BadUpdateChoice, EngineName, Precision, RunningOptions
+from .data import DataOptions
+from .model import ModelOptions
+from .optimization import OptimizationOptions
+from .running import RunningOptions
 
 POSITIVE = (
     "vocab_size",
@@ -68,16 +69,6 @@ RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 )
 LARGEST_INTEGER = 2**31 - 1
 MOST_WORKERS = 1024
-CHOICES = {
-    "objective": ObjectiveName,
-    "mixed_precision": Precision,
-    "packing": Packing,
-    "position_sampling": PositionSampling,
-    "optimizer": OptimizerName,
-    "schedule": Schedule,
-    "on_bad_update": BadUpdateChoice,
-    "engine": EngineName,
-}
 
 
 @dataclass(kw_only=True)
@@ -95,9 +86,10 @@ class RangedOptions(OptimizationOptions, DataOptions, ModelOptions, RunningOptio
             for name in names:
                 value = getattr(self, name)
                 require(value is None or holds(value), name, value, limit)
-        for name, kind in CHOICES.items():
-            value, choices = getattr(self, name), get_args(kind)
-            require(value is None or value in choices, name, value, f"one of {choices}")
+        for name, hint in get_type_hints(type(self)).items():
+            value, kind = getattr(self, name), without_none(name, hint)
+            if get_origin(kind) is Literal and value is not None:
+                require(value in get_args(kind), name, value, f"one of {get_args(kind)}")
 
     def _check_limits(self) -> None:
         """Refuses missing values, and numbers too large for any computation."""

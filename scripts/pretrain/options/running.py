@@ -5,11 +5,6 @@ from typing import Literal
 
 from ...common.arguments import option
 
-Precision = Literal["no", "bf16"]
-EngineName = Literal["ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3"]
-BadUpdateChoice = Literal["stop", "skip", "rollback"]
-Tracker = Literal["wandb", "trackio"]
-
 
 @dataclass(kw_only=True)
 class RunningOptions:
@@ -18,8 +13,8 @@ class RunningOptions:
     output: str = field(metadata={"help": "folder of the run: checkpoints, metrics, final model"})
 
     seed: int = option(0, "seed of the initial weights, the order of the data and dropout")
-    mixed_precision: Precision = option("no", "no (float32) or bf16 (autocast; weights stay float32)")
-    engine: EngineName | None = option(
+    mixed_precision: Literal["no", "bf16"] = option("no", "no (float32) or bf16 (autocast; weights stay float32)")
+    engine: Literal["ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3"] | None = option(
         None,
         "how processes share the model: ddp (each has all of it), fsdp2 (each a shard), hsdp (shards in a "
         "machine, replicas over machines) or zero1, zero2, zero3 (DeepSpeed); by default what `accelerate launch` "
@@ -37,7 +32,7 @@ class RunningOptions:
     )
     dataloader_workers: int = option(0, "processes that prepare batches")
 
-    on_bad_update: BadUpdateChoice = option(
+    on_bad_update: Literal["stop", "skip", "rollback"] = option(
         "stop",
         "what to do if the loss or a gradient is not finite, or the loss is a spike: stop, skip the "
         "update, or rollback (go back to the newest checkpoint and leave out the data read since then)",
@@ -47,7 +42,9 @@ class RunningOptions:
     )
     max_bad_updates: int = option(10, "with skip and rollback: stop after more bad updates than this")
 
-    trackers: list[Tracker] = option([], "where to log besides metrics.jsonl and TensorBoard: wandb, trackio")
+    trackers: list[Literal["wandb", "trackio"]] = option(
+        [], "where to log besides metrics.jsonl and TensorBoard: wandb, trackio"
+    )
     sweep: str | None = option(
         None,
         "make several runs in folders below output that differ in one number, and plot their validation "
