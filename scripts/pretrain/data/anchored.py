@@ -9,11 +9,10 @@ from dynattn.modeling.ops.chunked_loss import IGNORED
 
 from ...common.errors import UserError
 from .packing import PackedSequences
-from .sequences import Sequences
 from .token_stream import TokenStream
 
 
-class AnchoredSequences(Sequences):
+class AnchoredSequences(PackedSequences):
     """Windows of a token stream, each behind an anchor: a start token that all documents of the window share.
 
     Each document of the stream begins with a start token. In a window these tokens have position 0, and attention stays
@@ -36,29 +35,19 @@ class AnchoredSequences(Sequences):
                 f"packing=anchor shares the start token {anchor}, and document {others[0]} of {name} begins with token "
                 f"{stream.tokens[stream.starts[others[0]]]}; choose another packing"
             )
-        self.windows = PackedSequences(stream, length - 1, pad=pad, mask_documents=False, score_all=score_all)
+        super().__init__(stream, length - 1, pad=pad, mask_documents=False, score_all=score_all)
         self.length, self.anchor = length, anchor
-
-    def __len__(self) -> int:
-        return len(self.windows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Sequence `index`: `input_ids`, `labels` and `position_ids`, each `[T]`."""
-        window = self.windows[index]
+        window = super().__getitem__(index)
         input_ids = pad(window["input_ids"], (1, 0), value=self.anchor)
         labels = pad(window["labels"], (1, 0), value=IGNORED)
         labels[1] = IGNORED
-        begin = index * self.windows.stride
+        begin = index * self.stride
         position_ids = torch.arange(self.length)
-        position_ids[1 + self.windows.stream.starts_between(begin, begin + self.length - 1)] = 0
+        position_ids[1 + self.stream.starts_between(begin, begin + self.window)] = 0
         return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
 
-    def documents(self, index: int) -> list[str]:
-        return self.windows.documents(index)
-
     def describe(self) -> str:
-        return f"{self.windows.describe()}, each behind an anchor"
-
-    @property
-    def text_bytes(self) -> int:
-        return self.windows.text_bytes
+        return f"{super().describe()}, each behind an anchor"

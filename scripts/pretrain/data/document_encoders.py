@@ -2,7 +2,6 @@
 
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,14 +39,14 @@ class Encoded:
     targets: NDArray[np.bool_] | None = None
 
 
-class Encoder(ABC):
-    """Turns a batch of documents into tokens.
+class TextEncoder:
+    """Turns a batch of documents into tokens: `start tokens end` for each text.
 
     Attributes:
         marks_targets: whether it says which tokens are targets.
     """
 
-    marks_targets: bool = False
+    marks_targets = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -57,26 +56,18 @@ class Encoder(ABC):
         """A digest of everything that decides which tokens a document becomes."""
         return fingerprint(self.tokenizer)
 
-    @abstractmethod
     def __call__(self, documents: list[str]) -> Encoded:
         """Encodes one batch.
 
         Raises:
             UserError: a document cannot be encoded.
         """
-
-
-class TextEncoder(Encoder):
-    """`start tokens end` for each text."""
-
-    def __call__(self, documents: list[str]) -> Encoded:
-        """Encodes a batch of texts."""
         encoded = tokenize(documents, self.tokenizer)
         text_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in documents)
         return Encoded(np.concatenate(encoded), np.array([len(one) for one in encoded]), text_bytes)
 
 
-class ChatEncoder(Encoder):
+class ChatEncoder(TextEncoder):
     """Conversations, each the JSON of a list of messages, in the tokenizer's chat template.
 
     Only what the assistant says is a target. A template with the `generation` tag marks these parts. Without the tag, a

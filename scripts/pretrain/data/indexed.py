@@ -212,7 +212,7 @@ class IndexedSamples(Sequences):
         return f"{len(self):,} samples of {self.length + 1} tokens from {self.data.path.name}"
 
     @cached_property
-    def text_bytes(self) -> int:
+    def text_bytes(self) -> int:  # type: ignore[override]  # nothing sets it
         """Length in UTF-8 of the targets of all samples, which are decoded once."""
         targets = (self._read(index)[1] for index in range(len(self)))
         return sum(decoded_bytes(self.tokenizer, one[one != IGNORED]) for one in targets)

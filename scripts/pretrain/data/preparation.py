@@ -17,7 +17,7 @@ from ..outputs import checksums
 from ..outputs.run_folder import RunFolder
 from . import digests, documents, tokenizer
 from .chat_template import digest_of, give_chat_template
-from .document_encoders import ChatEncoder, Encoder, TextEncoder
+from .document_encoders import ChatEncoder, TextEncoder
 from .indexed import IndexedTokens
 from .indexed_names import is_indexed
 from .objectives import make_objective
@@ -223,7 +223,7 @@ def _write_prepared(
     chosen.save_pretrained(run.prepared / run.tokenizer.name)
     data = run.prepared / run.data.name
     data.mkdir(parents=True)
-    encoder: Encoder = ChatEncoder(chosen) if arguments.chat_column else TextEncoder(chosen)
+    encoder = ChatEncoder(chosen) if arguments.chat_column else TextEncoder(chosen)
     cache = None if arguments.token_cache is None else Path(arguments.token_cache)
     for name, dataset in splits.streams.items():
         identity = {"documents": splits.stream_fingerprints[name], "tokenizer": encoder.fingerprint}

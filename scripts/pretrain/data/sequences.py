@@ -19,9 +19,13 @@ class Sequences(Dataset[dict[str, Tensor]], ABC):
     Each item holds `input_ids` and `labels`, both `[T]`; the model shifts the labels, as Transformers does. An item
     may hold `shift_labels` `[T]` that are shifted already, and `position_ids` `[T]` that restart with each document,
     from which Transformers derives block-diagonal attention as long as no attention mask is given.
+
+    Attributes:
+        text_bytes: length in UTF-8 of the text that the targets spell; only validation data has it.
     """
 
     length: int
+    text_bytes: int
 
     @abstractmethod
     def __len__(self) -> int:
@@ -38,11 +42,6 @@ class Sequences(Dataset[dict[str, Tensor]], ABC):
     @abstractmethod
     def describe(self) -> str:
         """The number of documents, tokens and sequences, in words for the terminal."""
-
-    @property
-    def text_bytes(self) -> int:
-        """Length in UTF-8 of the text that the targets spell; only validation data needs it."""
-        raise NotImplementedError
 
     def share(self, process: int, processes: int, batch_size: int) -> Iterator[Sequence[int]]:
         """The indices of one process's batches, so that all processes together read every sequence once."""

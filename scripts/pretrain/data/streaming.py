@@ -35,7 +35,7 @@ from ..outputs import checkpoint
 from ..outputs.run_folder import RunFolder
 from ..stopping import ignore_signals
 from .batch_order import TrainingOrder
-from .document_encoders import ChatEncoder, Encoded, Encoder, TextEncoder
+from .document_encoders import ChatEncoder, Encoded, TextEncoder
 from .documents import load_stream, reason_of
 from .sequences import Sequences, as_item, restarting_positions
 from .stream_blocks import FAILURE, Block, block_path, check_failure, written_blocks
@@ -173,7 +173,7 @@ class BlockWriter:
     ) -> None:
         self.arguments, self.checkpoints, self.global_batch = arguments, run.checkpoints, global_batch
         self.folder = run.stream
-        self.encoder: Encoder = ChatEncoder(tokenizer) if arguments.chat_column else TextEncoder(tokenizer)
+        self.encoder = ChatEncoder(tokenizer) if arguments.chat_column else TextEncoder(tokenizer)
 
     def run(self, wanted: Any) -> None:
         """Writes blocks until the process ends; `wanted` is the highest block number that an update has asked for."""

@@ -12,7 +12,7 @@ from ...common.atomic_file import partial_path, put_in_place, write_json
 from ...common.errors import UserError
 from ...common.folder_lock import FolderLock
 from ..outputs import checksums
-from .document_encoders import Encoder
+from .document_encoders import TextEncoder
 from .token_stream import STREAM
 from .tokenization import write_stream
 
@@ -20,7 +20,7 @@ FILES = "files.json"
 
 
 def write_cached(
-    dataset: Dataset, encoder: Encoder, folder: Path, *, cache: Path | None, workers: int, identity: dict[str, str]
+    dataset: Dataset, encoder: TextEncoder, folder: Path, *, cache: Path | None, workers: int, identity: dict[str, str]
 ) -> None:
     """Calls `write_stream` for `folder`; with a cache, for an entry of the cache, to whose files `folder` then links.
 
@@ -55,7 +55,7 @@ def _key(identity: dict[str, str]) -> str:
     return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _make(entry: Path, dataset: Dataset, encoder: Encoder, workers: int, identity: dict[str, str]) -> None:
+def _make(entry: Path, dataset: Dataset, encoder: TextEncoder, workers: int, identity: dict[str, str]) -> None:
     """Writes an entry beside its place and moves it there when it is complete, or waits until another process has."""
     partial = partial_path(entry)
     lock = FolderLock(partial.with_suffix(".lock"))

@@ -23,7 +23,7 @@ from ...common.atomic_file import flush, write_json
 from ...common.signals import signals_held_back
 from ...common.workers import end_with_parent
 from ..stopping import ignore_signals
-from .document_encoders import Encoded, Encoder
+from .document_encoders import Encoded, TextEncoder
 from .documents import iterate_texts
 from .token_stream import STARTS, STREAM, TARGETS, TOKENS
 
@@ -52,7 +52,7 @@ class Written:
 
 
 def write_stream(
-    dataset: Dataset, encoder: Encoder, folder: Path, workers: int = 0, identity: dict[str, str] | None = None
+    dataset: Dataset, encoder: TextEncoder, folder: Path, workers: int = 0, identity: dict[str, str] | None = None
 ) -> None:
     """Tokenizes the column `text` of `dataset` into `folder`, and continues where an interrupted call stopped.
 
@@ -83,7 +83,7 @@ def write_stream(
     logger.info("%d tokens in %.0f s, %.0f a second", written.tokens, seconds, (written.tokens - before) / seconds)
 
 
-def encode_batches(batches: Iterator[list[str]], encoder: Encoder, workers: int) -> Iterator[Encoded]:
+def encode_batches(batches: Iterator[list[str]], encoder: TextEncoder, workers: int) -> Iterator[Encoded]:
     """Batches of documents as tokens, in order; `workers` processes make them, or this one if 0.
 
     With workers, up to `WAITING_BATCHES` batches for each of them are read ahead.
@@ -106,10 +106,10 @@ def _submit(pool: ProcessPoolExecutor, batch: list[str]) -> Future[Encoded]:
         return pool.submit(_encode, batch)
 
 
-_encoder: Encoder
+_encoder: TextEncoder
 
 
-def _become_worker(encoder: Encoder) -> None:
+def _become_worker(encoder: TextEncoder) -> None:
     """Prepares a worker: it keeps the encoder, uses one core, and ends when the process that started it ends."""
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

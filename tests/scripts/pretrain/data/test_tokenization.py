@@ -16,7 +16,7 @@ from datasets import Dataset
 
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain.data import documents, token_cache, tokenization
-from dynattn.scripts.pretrain.data.document_encoders import Encoded, Encoder, TextEncoder
+from dynattn.scripts.pretrain.data.document_encoders import Encoded, TextEncoder
 from dynattn.scripts.pretrain.data.token_cache import write_cached
 from dynattn.scripts.pretrain.data.token_stream import TokenStream
 from dynattn.scripts.pretrain.data.tokenization import encode_batches, write_stream
@@ -35,7 +35,7 @@ def encoder(monkeypatch: pytest.MonkeyPatch) -> TextEncoder:
     return TextEncoder(train_bpe([TEXTS], vocab_size=300))
 
 
-class Interrupted(Encoder):
+class Interrupted(TextEncoder):
     """Fails after some batches, and counts them."""
 
     def __init__(self, encoder: TextEncoder, batches: int) -> None:
