@@ -1,10 +1,8 @@
 """Finds updates that would spoil the weights, and for each one the layer where it began; keeps its batch for study."""
 
-import logging
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -14,20 +12,10 @@ import torch
 from accelerate.utils import gather_object
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ..common.atomic_file import write_json
-from ..common.carried_memory import CarriedMemory
 from ..common.errors import UserError
-from .arguments import PretrainArguments
-from .engines.interface import Engine
-from .outputs import checkpoint
 from .outputs.checkpoint import TrainingProgress
-from .outputs.run_folder import RunFolder
-from .processes import on_all
-from .weight_average import WeightAverage
-
-logger = logging.getLogger(__name__)
 
 # A loss is compared with the last `REMEMBERED` ones, once there are at least `ENOUGH` of them.
 REMEMBERED, ENOUGH = 100, 20
@@ -40,107 +28,6 @@ class DivergedError(UserError):
 
 class RollbackError(Exception):
     """An update was bad, and the run should go back to its newest checkpoint and leave out the data read since then."""
-
-
-@dataclass(frozen=True)
-class BadUpdate:
-    """An update that was not made.
-
-    Attributes:
-        step: its number, counted from 1.
-        reason: what is wrong with it.
-        layer: the layer or weight where the fault shows first.
-        documents: the documents in its batch.
-        kept: the folder in which the batch is stored.
-    """
-
-    step: int
-    reason: str
-    layer: str
-    documents: Sequence[str]
-    kept: Path
-
-    def describe(self) -> str:
-        """Step, reason, layer, batch and documents in one line."""
-        shown = ", ".join(self.documents[:3]) + (", ..." if len(self.documents) > 3 else "")
-        return f"update {self.step} {self.reason}, first in {self.layer}; its batch ({shown}) is kept in {self.kept}"
-
-
-class Guard:
-    """Handles updates that would spoil the weights, as `on_bad_update` says: stops, skips them, or goes back."""
-
-    def __init__(self, engine: Engine, arguments: PretrainArguments, run: RunFolder) -> None:
-        self.engine, self.arguments, self.run = engine, arguments, run
-
-    def examine(
-        self,
-        fault: str,
-        model: nn.Module,
-        forward: Callable[[Batch], Any],
-        batches: Sequence[Batch],
-        documents: Sequence[str],
-        progress: TrainingProgress,
-    ) -> None:
-        """Looks for the cause of a `fault`, keeps this process's `batches` of `[B, T]`, and counts the update as bad.
-
-        Args:
-            fault: what is wrong with the update, from `find_fault`.
-            forward: runs the model on a batch.
-            documents: the documents in the batches.
-
-        Raises:
-            DivergedError: the run should stop.
-            RollbackError: it should go back to its newest checkpoint.
-        """
-        accelerator, choice = self.engine.accelerator, self.arguments.on_bad_update
-        layer = find_layer(accelerator.unwrap_model(model), forward, batches, self.engine.gradient)
-        self.engine.end_scoring(model)
-        kept = self.run.incidents / incident_name(progress)
-        bad = BadUpdate(progress.step + 1, fault, layer, documents, kept)
-        on_all(self.run.path, lambda: keep_batch(bad, batches, accelerator.process_index))
-        progress.bad_updates += 1
-        if choice == "stop" or progress.bad_updates > self.arguments.max_bad_updates:
-            most = self.arguments.max_bad_updates
-            other = "give on_bad_update: skip or rollback" if choice == "stop" else f"raise max_bad_updates={most}"
-            raise DivergedError(
-                f"{bad.describe()}; training stopped; {self.last_checkpoint()}; lower learning_rate or max_grad_norm, "
-                f"or lengthen warmup_steps, in a new run, or {other}"
-            )
-        logger.warning("%s; %s", bad.describe(), choice)
-        if choice == "rollback":
-            raise RollbackError
-
-    def rolled_back(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        memory: CarriedMemory,
-        before: TrainingProgress,
-        average: WeightAverage | None,
-    ) -> TrainingProgress:
-        """Restores the newest checkpoint, and returns a progress that skips the data up to the bad update.
-
-        Args:
-            before: the progress at the bad update.
-
-        Raises:
-            DivergedError: there is no checkpoint.
-        """
-        saved = checkpoint.list_checkpoints(self.run.checkpoints)
-        if not saved:
-            raise DivergedError(
-                f"update {before.step + 1} is bad, and no checkpoint was saved to roll back to; start anew with a "
-                "smaller save_every, or give on_bad_update: skip"
-            )
-        progress = checkpoint.load(self.engine, saved[-1], model, optimizer, memory, average)
-        progress.skipped = before.data_step + 1 - progress.step
-        progress.bad_updates = before.bad_updates
-        return progress
-
-    def last_checkpoint(self) -> str:
-        """The newest checkpoint, which was saved before the fault, in words."""
-        saved = checkpoint.list_checkpoints(self.run.checkpoints)
-        return f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been saved"
 
 
 def incident_name(progress: TrainingProgress) -> str:
@@ -203,16 +90,22 @@ def find_layer(
     return f"the gradient of {max(values, key=values.__getitem__)}, the largest" if values else "the loss"
 
 
-def keep_batch(bad: BadUpdate, batches: Sequence[Batch], process: int) -> None:
+def keep_batch(folder: Path, facts: Mapping[str, Any], batches: Sequence[Batch], process: int) -> None:
     """Stores this process's batches `[B, T]` and the facts about the update, so that a user can study them."""
-    bad.kept.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     # Tensors of a batch may share memory, which safetensors refuses.
     tensors = {
         f"{index}.{name}": tensor.clone() for index, batch in enumerate(batches) for name, tensor in batch.items()
     }
-    save_file(tensors, bad.kept / f"batch-{process:05d}.safetensors")
-    facts = {"step": bad.step, "reason": bad.reason, "layer": bad.layer, "documents": list(bad.documents)}
-    write_json(bad.kept / f"update-{process:05d}.json", facts)
+    save_file(tensors, folder / f"batch-{process:05d}.safetensors")
+    write_json(folder / f"update-{process:05d}.json", facts)
+
+
+def describe(facts: Mapping[str, Any], kept: Path) -> str:
+    """Step, reason, layer, batch and documents of a bad update in one line."""
+    documents = facts["documents"]
+    shown = ", ".join(documents[:3]) + (", ..." if len(documents) > 3 else "")
+    return f"update {facts['step']} {facts['reason']}, first in {facts['layer']}; its batch ({shown}) is kept in {kept}"
 
 
 def _first_not_finite(model: nn.Module, forward: Callable[[Batch], Any], batch: Batch) -> str | None:

@@ -41,7 +41,6 @@ from .data.tokenizer import LARGEST_VOCABULARY
 from .engines.choice import build_engine, forget_launcher, launched_engine
 from .engines.interface import Engine
 from .fingerprint import check_same_run
-from .guard import Guard
 from .model import check_attention, choose_attention, plan_config
 from .optimizer import build_optimizer
 from .outputs import checkpoint
@@ -212,7 +211,6 @@ def build_trainer(
         checkpoints=CheckpointWriter(
             accelerator, run.checkpoints, arguments.keep_checkpoints, arguments.save_in_background
         ),
-        guard=Guard(engine, arguments, run),
         average=average,
     )
 

@@ -1,5 +1,6 @@
 """The training loop: updates, and the metrics, validations and checkpoints between them."""
 
+import logging
 import math
 import time
 from collections.abc import Iterator
@@ -15,13 +16,15 @@ from tqdm import tqdm
 
 from ..common.errors import StoppedError
 from ..common.workers import own_messages
+from . import guard
 from .arguments import PretrainArguments
 from .data.batch_order import ProcessBatches
 from .data.objectives import Examples
 from .engines.interface import Engine
 from .fingerprint import sharing_of
-from .guard import Batch, DivergedError, Guard, RollbackError, find_fault, remember
+from .guard import Batch, DivergedError, RollbackError
 from .model import loss_options
+from .outputs import checkpoint
 from .outputs.checkpoint import TrainingProgress
 from .outputs.checkpoint_writer import CheckpointWriter
 from .outputs.composition_health import measure_health
@@ -29,10 +32,13 @@ from .outputs.metrics import MetricsLog
 from .outputs.run_folder import RunFolder
 from .outputs.throughput import Throughput
 from .plan import Plan
+from .processes import on_all
 from .schedule import group_schedules, prepare_update
 from .stopping import StopSignals, ignore_signals
 from .validation import Validation, validate
 from .weight_average import WeightAverage
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -58,7 +64,6 @@ class Trainer:
     throughput: Throughput
     signals: StopSignals
     checkpoints: CheckpointWriter
-    guard: Guard
     average: WeightAverage | None
     stop_requested: bool = False
 
@@ -128,14 +133,14 @@ class Trainer:
         loss, targets, stops, writers, norm = torch.cat([sums, clipped.to(sums)[None]]).tolist()
         if writers == self.accelerator.num_processes:
             self.checkpoints.finish()
-        fault = find_fault(loss, norm, self.progress.recent_losses, self.arguments.spike_threshold)
+        fault = guard.find_fault(loss, norm, self.progress.recent_losses, self.arguments.spike_threshold)
         if targets == 0:
             loss = math.nan  # leaves this update out of all means
         elif fault is None:
             self.optimizer.step()
             if self.average is not None:
                 self.average.update(self.accelerator.unwrap_model(self.model), self.progress.step)
-            remember(self.progress.recent_losses, loss)
+            guard.remember(self.progress.recent_losses, loss)
         else:
             self._handle(fault, batches)
             loss = math.nan
@@ -176,23 +181,60 @@ class Trainer:
         return torch.stack([total, total.new_tensor(sum(counts))])
 
     def _handle(self, fault: str, batches: list[Batch]) -> None:
-        """Lets the guard examine a bad update, which is not made. Training goes on after it unless the guard raises."""
+        """Finds the cause of a bad update, which is not made, and keeps its batch. Training goes on unless this raises.
+
+        Raises:
+            DivergedError: the run should stop.
+            RollbackError: it should go back to its newest checkpoint.
+        """
         self.checkpoints.finish()
-        documents = self.plan.documents(self.progress.data_step, self.accelerator, self.arguments.batch_size)
-        self.guard.examine(fault, self.model, self._forward, batches, documents, self.progress)
+        progress, choice, most = self.progress, self.arguments.on_bad_update, self.arguments.max_bad_updates
+        layer = guard.find_layer(
+            self.accelerator.unwrap_model(self.model), self._forward, batches, self.engine.gradient
+        )
+        self.engine.end_scoring(self.model)
+        documents = self.plan.documents(progress.data_step, self.accelerator, self.arguments.batch_size)
+        facts = {"step": progress.step + 1, "reason": fault, "layer": layer, "documents": documents}
+        kept = self.run.incidents / guard.incident_name(progress)
+        on_all(self.run.path, lambda: guard.keep_batch(kept, facts, batches, self.accelerator.process_index))
+        progress.bad_updates += 1
+        if choice == "stop" or progress.bad_updates > most:
+            other = "give on_bad_update: skip or rollback" if choice == "stop" else f"raise max_bad_updates={most}"
+            raise DivergedError(
+                f"{guard.describe(facts, kept)}; training stopped; {self._last_checkpoint()}; lower learning_rate or "
+                f"max_grad_norm, or lengthen warmup_steps, in a new run, or {other}"
+            )
+        logger.warning("%s; %s", guard.describe(facts, kept), choice)
+        if choice == "rollback":
+            raise RollbackError
         self.plan.memory.forget()  # it may hold hidden states that are not finite
 
     def _roll_back(self, bar: tqdm) -> Iterator[Batch]:
-        """Goes back to the newest checkpoint, and returns the batches that follow those of the bad update."""
-        before = self.progress.step
+        """Goes back to the newest checkpoint, and returns the batches that follow those of the bad update.
+
+        Raises:
+            DivergedError: there is no checkpoint.
+        """
+        before, memory = self.progress, self.plan.memory
         self.optimizer.zero_grad()
-        self.progress = self.guard.rolled_back(
-            self.model, self.optimizer, self.plan.memory, self.progress, self.average
-        )
-        self.plan.memory.forget()  # the next batch does not follow the text in it
+        saved = checkpoint.list_checkpoints(self.run.checkpoints)
+        if not saved:
+            raise DivergedError(
+                f"update {before.step + 1} is bad, and no checkpoint was saved to roll back to; start anew with a "
+                "smaller save_every, or give on_bad_update: skip"
+            )
+        self.progress = checkpoint.load(self.engine, saved[-1], self.model, self.optimizer, memory, self.average)
+        self.progress.skipped = before.data_step + 1 - self.progress.step
+        self.progress.bad_updates = before.bad_updates
+        memory.forget()  # the next batch does not follow the text in it
         self.metrics.rewind(self.progress.step)
-        bar.update(self.progress.step - before)
+        bar.update(self.progress.step - before.step)
         return iter(self._loader())
+
+    def _last_checkpoint(self) -> str:
+        """The newest checkpoint, which was saved before a fault, in words."""
+        saved = checkpoint.list_checkpoints(self.run.checkpoints)
+        return f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been saved"
 
     def _forward(self, batch: Batch) -> Tensor:
         """The loss `[]` of a batch of `[B, T]` without carried memory."""
@@ -228,7 +270,7 @@ class Trainer:
         if not math.isfinite(validation.loss):
             raise DivergedError(
                 f"the validation loss after update {self.progress.step} is {validation.loss}, so training stopped; "
-                f"{self.guard.last_checkpoint()}; lower learning_rate in a new run"
+                f"{self._last_checkpoint()}; lower learning_rate in a new run"
             )
         record = {"step": self.progress.step, "split": "validation", "tokens": self.progress.tokens}
         self.metrics.write({**record, **asdict(validation), **self._score_average()})
