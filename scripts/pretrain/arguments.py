@@ -8,13 +8,17 @@ from typing import Any
 from ..common.arguments import parse_mapping
 from ..common.errors import UserError
 from .data.indexed_names import is_indexed
-from .options.ranges import RangedOptions
+from .options.data import DataOptions
+from .options.model import ModelOptions
+from .options.optimization import OptimizationOptions
+from .options.ranges import check_ranges
+from .options.running import RunningOptions
 from .options.sources import SourceOptions, parse_source
 from .options.sweep import Sweep
 
 
 @dataclass(kw_only=True)
-class PretrainArguments(RangedOptions):
+class PretrainArguments(OptimizationOptions, DataOptions, ModelOptions, RunningOptions):
     """Arguments of one run; a YAML file holds the same names.
 
     Raises:
@@ -29,7 +33,7 @@ class PretrainArguments(RangedOptions):
             self.tokenizer = self.init_from or "bpe"
         if self.max_steps is None and self.epochs is None:
             self.epochs = 1.0
-        self.check_ranges()
+        check_ranges(self)
         self._check_combinations()
 
     @property

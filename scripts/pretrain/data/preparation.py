@@ -69,28 +69,24 @@ class Source:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Splits:
     """The texts of a run.
 
     Attributes:
-        train: the documents of each source that is tokenized before the run.
-        validation: the validation documents; None if validation reads tokens that exist already.
-        training_data: fingerprint of all training data.
-        validation_data: fingerprint of the validation data.
-        stream_fingerprints: the fingerprint of the documents of each stream that is made, by its folder below the data.
+        streams: the documents of each stream that is made and their fingerprint, by its folder below the data: a source
+            that is tokenized before the run, or the validation data unless it reads tokens that exist already.
+        training_data, validation_data: fingerprints of all training data, and of the validation data.
     """
 
-    train: Mapping[str, Dataset]
-    validation: Dataset | None
+    streams: Mapping[str, tuple[Dataset, str]]
     training_data: str
     validation_data: str
-    stream_fingerprints: Mapping[str, str]
 
     @property
-    def streams(self) -> dict[str, Dataset]:
-        """The documents of each stream that is made, by its folder below the data."""
-        return {**self.train, **({} if self.validation is None else {VALIDATION: self.validation})}
+    def train(self) -> list[Dataset]:
+        """The documents to train on."""
+        return [documents for name, (documents, _) in self.streams.items() if name != VALIDATION]
 
 
 def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
@@ -122,7 +118,7 @@ def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
     if stored is not None and source == stored:
         _check_undamaged(run, stored)
         return stored
-    texts = chain.from_iterable(documents.iterate_texts(dataset) for dataset in splits.train.values())
+    texts = chain.from_iterable(documents.iterate_texts(dataset) for dataset in splits.train)
     chosen = tokenizer.train_bpe(texts, arguments.vocab_size, masks=masks) if given is None else given
     return _write_prepared(run, chosen, splits, source, arguments)
 
@@ -170,14 +166,10 @@ def _load(arguments: PretrainArguments) -> Splits:
         )
     if held_out is not None and by_source:
         digests.warn_of_copies(by_source, held_out)
-    streams = {name: digest.fingerprint for name, digest in by_source.items()} | {VALIDATION: validation}
-    return Splits(
-        train=loaded.train,
-        validation=loaded.validation,
-        training_data=training,
-        validation_data=validation,
-        stream_fingerprints=streams,
-    )
+    streams = {name: (dataset, by_source[name].fingerprint) for name, dataset in loaded.train.items()}
+    if loaded.validation is not None:
+        streams[VALIDATION] = loaded.validation, validation
+    return Splits(streams, training, validation)
 
 
 def _check_names(arguments: PretrainArguments) -> None:
@@ -203,13 +195,8 @@ def _load_stream(arguments: PretrainArguments) -> Splits:
     beginning, held_out = digests.digest(first), digests.digest(validation)
     if named is not None:
         digests.warn_of_copies({"train": beginning}, held_out)
-    return Splits(
-        train={},
-        validation=validation,
-        training_data=f"stream {beginning.fingerprint}",
-        validation_data=held_out.fingerprint,
-        stream_fingerprints={VALIDATION: held_out.fingerprint},
-    )
+    of_validation = held_out.fingerprint
+    return Splits({VALIDATION: (validation, of_validation)}, f"stream {beginning.fingerprint}", of_validation)
 
 
 def _write_prepared(
@@ -225,8 +212,8 @@ def _write_prepared(
     data.mkdir(parents=True)
     encoder = ChatEncoder(chosen) if arguments.chat_column else TextEncoder(chosen)
     cache = None if arguments.token_cache is None else Path(arguments.token_cache)
-    for name, dataset in splits.streams.items():
-        identity = {"documents": splits.stream_fingerprints[name], "tokenizer": encoder.fingerprint}
+    for name, (dataset, fingerprint) in splits.streams.items():
+        identity = {"documents": fingerprint, "tokenizer": encoder.fingerprint}
         write_cached(dataset, encoder, data / name, cache=cache, workers=arguments.tokenizer_workers, identity=identity)
     made = [file for file in run.prepared.rglob("*") if file.is_file()]
     source = replace(source, files=checksums.measure_files(run.prepared, made))

@@ -1,16 +1,12 @@
-"""All options together, and the range of each."""
+"""The ranges of the options of a run."""
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ...common.arguments import without_none
 from ...common.number_ranges import check_seed, require
-from .data import DataOptions
-from .model import ModelOptions
-from .optimization import OptimizationOptions
-from .running import RunningOptions
 
 POSITIVE = (
     "vocab_size",
@@ -71,42 +67,36 @@ LARGEST_INTEGER = 2**31 - 1
 MOST_WORKERS = 1024
 
 
-@dataclass(kw_only=True)
-class RangedOptions(OptimizationOptions, DataOptions, ModelOptions, RunningOptions):
-    """All options of a run, and the check of their ranges."""
+def check_ranges(options: Any) -> None:
+    """Refuses values of the options of a run, which are a dataclass, that no run can have.
 
-    def check_ranges(self) -> None:
-        """Refuses values that no run can have.
-
-        Raises:
-            UserError: an option has such a value; the message names the option, the value and its limit.
-        """
-        self._check_limits()
-        for names, holds, limit in RANGES:
-            for name in names:
-                value = getattr(self, name)
-                require(value is None or holds(value), name, value, limit)
-        for name, hint in get_type_hints(type(self)).items():
-            value, kind = getattr(self, name), without_none(name, hint)
-            if get_origin(kind) is Literal and value is not None:
-                require(value in get_args(kind), name, value, f"one of {get_args(kind)}")
-
-    def _check_limits(self) -> None:
-        """Refuses missing values, and numbers too large for any computation."""
-        for argument in fields(self):
-            name, value = argument.name, getattr(self, argument.name)
-            require(value is not None or argument.default is None, name, value, "given, or left out")
-            if isinstance(value, float) and name not in MAY_BE_INFINITE:
-                require(not math.isinf(value), name, value, "finite")
-            if isinstance(value, int) and name != "seed":
-                require(value <= LARGEST_INTEGER, name, value, f"at most {LARGEST_INTEGER}")
-        check_seed("seed", self.seed)
-        for name in ("dataloader_workers", "tokenizer_workers", "sweep_workers"):
-            require(getattr(self, name) <= MOST_WORKERS, name, getattr(self, name), f"at most {MOST_WORKERS}")
-        output = str(self.output)
-        require(_is_writable_name(output), "output", repr(output), "a path in UTF-8 without null bytes")
+    Raises:
+        UserError: an option has such a value; the message names the option, the value and its limit.
+    """
+    _check_limits(options)
+    for names, holds, limit in RANGES:
+        for name in names:
+            value = getattr(options, name)
+            require(value is None or holds(value), name, value, limit)
+    for name, hint in get_type_hints(type(options)).items():
+        value, kind = getattr(options, name), without_none(name, hint)
+        if get_origin(kind) is Literal and value is not None:
+            require(value in get_args(kind), name, value, f"one of {get_args(kind)}")
 
 
-def _is_writable_name(path: str) -> bool:
-    """Whether libraries written in Rust, which need paths in UTF-8, can write there."""
-    return "\0" not in path and path == path.encode("utf-8", "replace").decode()
+def _check_limits(options: Any) -> None:
+    """Refuses missing values, and numbers too large for any computation."""
+    for argument in fields(options):
+        name, value = argument.name, getattr(options, argument.name)
+        require(value is not None or argument.default is None, name, value, "given, or left out")
+        if isinstance(value, float) and name not in MAY_BE_INFINITE:
+            require(not math.isinf(value), name, value, "finite")
+        if isinstance(value, int) and name != "seed":
+            require(value <= LARGEST_INTEGER, name, value, f"at most {LARGEST_INTEGER}")
+    check_seed("seed", options.seed)
+    for name in ("dataloader_workers", "tokenizer_workers", "sweep_workers"):
+        require(getattr(options, name) <= MOST_WORKERS, name, getattr(options, name), f"at most {MOST_WORKERS}")
+    output = str(options.output)
+    # Libraries written in Rust need paths in UTF-8.
+    is_writable = "\0" not in output and output == output.encode("utf-8", "replace").decode()
+    require(is_writable, "output", repr(output), "a path in UTF-8 without null bytes")

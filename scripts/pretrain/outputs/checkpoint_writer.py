@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,23 +20,6 @@ from .random_state import random_state_file, save_random_state
 from .training_state import failures_as_raised, files_of, storage_writer, whole_sizes
 
 
-@dataclass
-class PendingCheckpoint:
-    """A checkpoint that is not complete yet.
-
-    Attributes:
-        final: the name that it will get.
-        state: the content of its `state.json`, without the list of files.
-        files: waits until this process has written its files, and returns their checksums.
-        is_written: whether `files` would return at once.
-    """
-
-    final: Path
-    state: dict[str, Any]
-    files: Callable[[], Checksums]
-    is_written: Callable[[], bool]
-
-
 class CheckpointWriter:
     """Writes `folder/step-NNNNNN` and deletes all but the newest `keep` checkpoints (0 deletes none).
 
@@ -50,12 +32,14 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1) if in_background else None
         # The thread writes while training exchanges gradients, so it needs a process group of its own.
         self._group = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
-        self._pending: PendingCheckpoint | None = None
+        # The checkpoint that the thread writes: its name, its state without the list of files, and the checksums of the
+        # files of this process, which are ready once these are written.
+        self._pending: tuple[Path, dict[str, Any], Future[Checksums]] | None = None
 
     @property
     def is_written(self) -> bool:
         """Whether this process has written its share of a checkpoint that `finish` has not named yet."""
-        return self._pending is not None and self._pending.is_written()
+        return self._pending is not None and self._pending[-1].done()
 
     def write(self, step: int, state: dict[str, Any], tensors: Mapping[str, Tensor], memory: CarriedMemory) -> None:
         """Writes the checkpoint of `step`, or begins to in the background, after an earlier one has been completed.
@@ -77,9 +61,12 @@ class CheckpointWriter:
 
         on_main(self.folder, begin)
         on_all(self.folder, write_share)
-        self._pending = self._begin_tensors(final, state, tensors)
+        options = self._options_of(partial, tensors)
         if self._thread is None:
-            self.finish()
+            self._complete(final, state, lambda: self._seal(partial, lambda: dcp.save(dict(tensors), **options)))
+        else:
+            written = cast("Future[Any]", dcp.async_save(dict(tensors), **options))
+            self._pending = final, state, self._thread.submit(self._seal, partial, written.result)
 
     def finish(self) -> None:
         """Completes the checkpoint that is being written: waits for all processes, and gives it its name.
@@ -87,37 +74,31 @@ class CheckpointWriter:
         Raises:
             UserError: the disk is full or cannot be written; the earlier checkpoints are as they were.
         """
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        mine = on_all(self.folder, pending.files)
-        files = {name: measured for share in gather_object([mine]) for name, measured in share.items()}
-        state = {**pending.state, "files": files}
-        on_main(self.folder, lambda: checkpoint.complete(pending.final, state, self.keep))
+        if self._pending is not None:
+            (final, state, sealed), self._pending = self._pending, None
+            self._complete(final, state, sealed.result)
 
     def close(self) -> None:
         """Waits for the thread. A checkpoint that was not finished stays incomplete, and is removed as a leftover."""
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _begin_tensors(self, final: Path, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> PendingCheckpoint:
-        """Hands the tensors to the thread, or plans to write them when the checkpoint is finished."""
-        partial = partial_path(final)
+    def _options_of(self, partial: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """How DCP writes the tensors of a checkpoint."""
         # Some tensors may be on one process only, so the sizes are collected from all.
         shares = gather_object([whole_sizes(tensors)])
         sizes = {name: size for share in shares for name, size in share.items()}
-        options: dict[str, Any] = {
+        return {
             "storage_writer": storage_writer(partial / checkpoint.TENSORS, sizes, self.accelerator.num_processes),
             "process_group": self._group,
             "no_dist": self._group is None,
         }
-        if self._thread is None:
-            return PendingCheckpoint(
-                final, state, lambda: self._seal(partial, lambda: dcp.save(dict(tensors), **options)), lambda: False
-            )
-        written = cast("Future[Any]", dcp.async_save(dict(tensors), **options))
-        sealed = self._thread.submit(self._seal, partial, written.result)
-        return PendingCheckpoint(final, state, sealed.result, sealed.done)
+
+    def _complete(self, final: Path, state: dict[str, Any], write: Callable[[], Checksums]) -> None:
+        """Names a checkpoint once all processes have called `write`, which returns the checksums of their files."""
+        mine = on_all(self.folder, write)
+        files = {name: measured for share in gather_object([mine]) for name, measured in share.items()}
+        on_main(self.folder, lambda: checkpoint.complete(final, {**state, "files": files}, self.keep))
 
     def _seal(self, partial: Path, write: Callable[[], Any]) -> Checksums:
         """Calls `write`, waits until this process's files are on disk, and returns their sizes and checksums."""
