@@ -16,7 +16,7 @@ from argparse import (
     ArgumentTypeError,
     RawDescriptionHelpFormatter,
 )
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
@@ -245,7 +245,9 @@ def _conversion(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     if get_origin(kind) is list:
         return {**_conversion(field, get_args(kind)[0]), "nargs": "+"}
     if get_origin(kind) is Literal:
-        return {"type": _choice_of(get_args(kind)), "choices": get_args(kind)}
+        # Argparse refuses other text, which is returned unchanged.
+        by_text = {str(choice): choice for choice in get_args(kind)}
+        return {"type": lambda text: by_text.get(text, text), "choices": get_args(kind)}
     return {"type": with_home if kind is str else kind}
 
 
@@ -270,12 +272,6 @@ def without_none(name: str, hint: Any) -> Any:
     if len(kinds) > 1 and str not in kinds:
         raise TypeError(f"argument {name} is of type {hint}; an option can be of one type, or of that type and None")
     return kinds[0] if len(kinds) == 1 else str
-
-
-def _choice_of(choices: Sequence[Any]) -> Callable[[str], Any]:
-    """A converter from the text of a choice to the choice; it returns other text unchanged, which argparse refuses."""
-    by_text = {str(choice): choice for choice in choices}
-    return lambda text: by_text.get(text, text)
 
 
 def parse_bool(text: str) -> bool:

@@ -56,12 +56,16 @@ class ModelFlops:
         outputs = projection_flops(model) - projection_flops(model.base_model)
         images = getattr(model.base_model, "embeddings", None)
         patch = 2 * images.patch_embeddings.weight.numel() if isinstance(images, ImageEmbeddings) else 0
+        kernels = sum(part.weight.numel() for part in model.modules() if isinstance(part, HeadwiseConv))
+        convolutions = 2 * kernels * config.num_attention_heads  # the heads share the kernels
         reads_rows = isinstance(model, PooledClassificationHead | DCViTForImageClassification)
         return cls(
-            token=projection_flops(model.base_model) + convolution_flops(model, config) + patch,
+            token=projection_flops(model.base_model) + convolutions + patch,
             output=0 if reads_rows else outputs,
             pair=config.num_attention_heads * PAIR_FLOPS[family.attention](config),
-            windows=windows_of(config),
+            windows=tuple(
+                config.sliding_window if kind == "sliding_attention" else None for kind in layer_types_of(config)
+            ),
             is_causal="AutoModelForCausalLM" in family.heads,
             # `token` counts the patch projection for every token, but prefix tokens (such as [CLS]) do not use it.
             row=outputs * reads_rows - patch * getattr(config, "num_prefix_tokens", 0),
@@ -113,17 +117,6 @@ def projection_flops(module: nn.Module) -> int:
         if weight is not None
     )
     return 2 * (linear + generated)
-
-
-def convolution_flops(module: nn.Module, config: Any) -> int:
-    """Forward FLOPs of a token in all convolutions, whose kernels the heads share."""
-    kernels = sum(part.weight.numel() for part in module.modules() if isinstance(part, HeadwiseConv))
-    return 2 * kernels * config.num_attention_heads
-
-
-def windows_of(config: Any) -> tuple[int | None, ...]:
-    """The window of each layer as the configuration counts it, None where there is none."""
-    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in layer_types_of(config))
 
 
 def check_known(config: Any) -> Family:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from ..common.errors import UserError
 from .catalog import TaskCatalog, leaf_tasks
 from .heldout import score_documents
 from .quoted import quoted_scores
-from .results import Metric, Results, TaskResult, describe_environment, describe_model, is_finite, read_lm_eval
+from .results import Metric, Results, TaskResult, describe_environment, describe_model, read_lm_eval
 from .segments import roll_texts
 from .suites import HELDOUT, SUITES
 from .windows import check_context, encode_document
@@ -178,7 +179,8 @@ def evaluate_model(
             _score_tasks(lm, catalog, number, results, limit=limit, seed=seed, log_samples=log_samples)
         if any(result.task == HELDOUT for result in results.tasks):
             _score_directly(lm, model, tokenizer, results, limit)
-    if not is_finite(results.tasks):
+    scores = [metric.value for result in results.tasks for metric in result.metrics.values()]
+    if not all(map(math.isfinite, scores)):
         raise UserError("some scores are infinite or NaN: the model has diverged, or overflows in this dtype (--dtype)")
     results.settings = {
         "tasks": catalog.names, "num_fewshot": num_fewshot, "limit": limit, "batch_size": batch_size,

@@ -67,12 +67,16 @@ def measure_checkpoint(name: str, arguments: EvaluateArguments) -> dict[str, Any
     windows = longest_windows(tokenizer, lengths, arguments)
     if not windows:
         raise UserError(f"the text is shorter than {lengths[0]} tokens; give a longer one with --dataset")
+    ranges, tokens = loss_by_position(score_windows(model, windows), trained), np.array(windows)
+    for one in ranges:
+        # It tells what was read up to the end of the range in all windows.
+        one["tokens_crc32"] = crc32(tokens[:, : one["to"] + 1].tobytes())
     return {
         "model": describe_model(model),
         "trained_length": trained,
         "rope_parameters": getattr(model.config, "rope_parameters", None),
         "position_scheme": getattr(model.config, "position_scheme", None),
-        "by_position": with_checksums(loss_by_position(score_windows(model, windows), trained), windows),
+        "by_position": ranges,
         "pass_key": find_keys(model, tokenizer, lengths, arguments.limit or PROMPTS, arguments.seed),
         **describe_environment(model.device),
     }
@@ -87,12 +91,6 @@ def longest_windows(
         documents = read_documents(arguments.dataset, arguments.text_column).texts
     cuts = (cut_windows(tokenizer, documents, length, arguments.limit) for length in sorted(lengths, reverse=True))
     return next(filter(None, cuts), [])
-
-
-def with_checksums(ranges: Sequence[dict[str, Any]], windows: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """Adds to each range of positions `tokens_crc32`, which tells what was read up to its end in all `windows`."""
-    tokens = np.array(windows)
-    return [{**one, "tokens_crc32": crc32(tokens[:, : one["to"] + 1].tobytes())} for one in ranges]
 
 
 def compare(one: Mapping[str, Any], first: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -275,8 +274,3 @@ def write_files(
         for name in (FOLDER, PLOT, SAMPLES, TABLE, RESULTS):
             if (staging / name).exists():
                 put_in_place(staging / name, folder / name)
-
-
-def is_finite(results: Sequence[TaskResult]) -> bool:
-    """Whether every value is finite."""
-    return all(math.isfinite(metric.value) for result in results for metric in result.metrics.values())

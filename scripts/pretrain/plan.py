@@ -5,7 +5,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.carried_memory import CarriedMemory, StreamMemory
 from ..common.errors import UserError
@@ -68,6 +68,9 @@ def build_plan(
     model = build_model(arguments, config, on_meta=on_meta)
     if resume_from is not None:
         resume_order(order, read_state(resume_from)["fingerprint"], len(train))
+    memory = CarriedMemory()
+    if arguments.carry_memory:
+        memory = StreamMemory(config, arguments.gradient_accumulation_steps, segments=len(train) // global_batch)
     schedule = build_schedule(arguments, order.pass_length, global_batch)
     check_passes(order, arguments, schedule.max_steps)
     return Plan(
@@ -78,7 +81,7 @@ def build_plan(
         train_sequences=train,
         validation_sequences=validation,
         order=order,
-        memory=build_memory(arguments, config, segments=len(train) // global_batch),
+        memory=memory,
         schedule=schedule,
         lengths=LengthWarmup.of(arguments),
         positions=PositionSampler.of(arguments, config),
@@ -114,13 +117,6 @@ def check_passes(order: TrainingOrder, arguments: PretrainArguments, max_steps: 
                 f"the run would read {name} {passes:.2f} times, and its max_epochs is {source.max_epochs}; lower "
                 "epochs, max_steps or its weight, or give more data"
             )
-
-
-def build_memory(arguments: PretrainArguments, config: PreTrainedConfig, segments: int) -> CarriedMemory:
-    """The memory that the model carries along streams of `segments` segments each, or none."""
-    if arguments.carry_memory:
-        return StreamMemory(config, arguments.gradient_accumulation_steps, segments)
-    return CarriedMemory()
 
 
 def describe(plan: Plan, engine: Engine, arguments: PretrainArguments, resume_from: Path | None) -> str:

@@ -11,7 +11,7 @@ from ..common.environment import hardware, provenance, versions
 from .arguments import PretrainArguments
 from .model import count_parameters
 from .options.model import LOSS_UNITS
-from .outputs.metrics import MetricRecord, read_metrics
+from .outputs.metrics import read_metrics
 from .trainer import Trainer
 from .validation import Validation
 
@@ -97,7 +97,8 @@ def summarize(trainer: Trainer, validation: Validation, wall_seconds: float) -> 
     parameters = count_parameters(accelerator.unwrap_model(trainer.model))
     lines = read_metrics(run.metrics, "train")
     losses = [line["loss"] for line in lines if line["loss"] is not None]
-    rates: dict[str, Any] = {rate: median_of(rate, lines) for rate in RATES}
+    measured = {rate: [line[rate] for line in lines if rate in line] for rate in RATES}
+    rates: dict[str, Any] = {rate: statistics.median(found) if found else None for rate, found in measured.items()}
     return Result(
         output=run.path,
         model=run.model,
@@ -120,9 +121,3 @@ def summarize(trainer: Trainer, validation: Validation, wall_seconds: float) -> 
         **provenance(),
         **rates,
     )
-
-
-def median_of(name: str, lines: list[MetricRecord]) -> float | None:
-    """The median over the lines that have the field `name`, or None if none has it."""
-    values = [line[name] for line in lines if name in line]
-    return statistics.median(values) if values else None

@@ -22,9 +22,10 @@ def check_same_texts(planned: Iterable[PretrainArguments]) -> None:
     # One entry for each value of `streaming`: streams are told apart by their first documents, other data by all.
     now: dict[bool, Fingerprints] = {}
     for arguments in planned:
-        read = read_texts(Path(arguments.output))
-        if read is None:
+        file = RunFolder(Path(arguments.output)).data / SOURCE_FILE
+        if not file.exists():
             continue
+        read = read_json(file, f"remove {arguments.output} to repeat the run")  # earlier versions stored less
         if arguments.streaming not in now:
             now[arguments.streaming] = fingerprints(arguments)
         if changed := [name for name, found in now[arguments.streaming].items() if read.get(name, found) != found]:
@@ -32,9 +33,3 @@ def check_same_texts(planned: Iterable[PretrainArguments]) -> None:
                 f"{arguments.output} has read other {' and '.join(changed).replace('_', ' ')} than there are now; give "
                 "those texts, or another --output"
             )
-
-
-def read_texts(run: Path) -> Fingerprints | None:
-    """The fingerprints of the texts of a run, as far as its version stored them; None if the run has not begun."""
-    file = RunFolder(run).data / SOURCE_FILE
-    return read_json(file, f"remove {run} to repeat the run") if file.exists() else None

@@ -10,6 +10,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
 from accelerate.utils import patch_environment
 
 from ..common.errors import StoppedError, UserError
@@ -107,15 +108,12 @@ def share_of(slot: int, at_once: int, variables: Mapping[str, str], cores: int) 
     """
     share = {} if THREADS in variables else {THREADS: str(max(1, cores // at_once))}
     named = variables.get(DEVICES)
-    devices = [str(index) for index in range(gpu_count())] if named is None else [d for d in named.split(",") if d]
+    devices = (
+        [str(index) for index in range(torch.cuda.device_count())]
+        if named is None
+        else [d for d in named.split(",") if d]
+    )
     return share | ({DEVICES: devices[slot % len(devices)]} if len(devices) > 1 else {})
-
-
-def gpu_count() -> int:
-    """GPUs that PyTorch sees."""
-    import torch  # here, because torch is slow to import and only a sweep with several workers needs it in this module
-
-    return torch.cuda.device_count()
 
 
 def forward_signal(number: int, workers: list[Worker]) -> None:

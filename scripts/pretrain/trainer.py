@@ -126,7 +126,10 @@ class Trainer:
 
         There is nothing to learn from batches without targets, for example of the first turns of long conversations.
         """
-        sums = self._summed_over_processes(self._accumulate(batches))
+        shares = self._accumulate(batches)
+        # How many processes were asked to stop, and how many have written a checkpoint.
+        facts = shares.new_tensor([self.signals.is_asked, self.checkpoints.is_written])
+        sums = self.accelerator.reduce(torch.cat([shares, facts]), reduction="sum")
         prepare_update(self.optimizer, self._schedules, self.progress.step)
         clipped = self.engine.clip(self.model, self.arguments.max_grad_norm)
         # One transfer for all five numbers, because each transfer waits for the device.
@@ -147,13 +150,6 @@ class Trainer:
         self.optimizer.zero_grad()
         self.stop_requested = stops > 0
         return loss, norm
-
-    def _summed_over_processes(self, shares: Tensor) -> Tensor:
-        """Sums over processes, `[4]`: the loss, the targets, how many were asked to stop, how many have written a
-        checkpoint. `shares` `[2]` are what this process adds to the first two.
-        """
-        facts = shares.new_tensor([self.signals.is_asked, self.checkpoints.is_written])
-        return self.accelerator.reduce(torch.cat([shares, facts]), reduction="sum")
 
     def _accumulate(self, batches: list[Batch]) -> Tensor:
         """All forward and backward passes over `batches` of `[B, T]`.

@@ -111,20 +111,14 @@ def compare_answers(expected: dict[str, Tensor], observed: dict[str, Tensor]) ->
         if answer.shape != observed[name].shape or answer.dtype != observed[name].dtype:
             raise UserError(f"without the package the answer {name!r} has another shape or dtype")
         difference = (answer.double() - observed[name].double()).abs().max().item()
-        if not difference <= (limit := allowed_difference(answer)):
+        rounding = torch.finfo(answer.dtype).eps * answer.abs().max().item() if answer.is_floating_point() else 0.0
+        if not difference <= (limit := ROUNDINGS * rounding):
             raise UserError(
                 f"without the package the answer {name!r} differs by {difference:.1e}, which is more than rounding "
                 f"({limit:.1e}), so the folder was not written"
             )
         largest = max(largest, difference)
     return PublishedCheck(tuple(expected), largest)
-
-
-def allowed_difference(answer: Tensor) -> float:
-    """The allowed difference from `answer`: 0 for integers, for floats a few roundings of the largest element."""
-    if not answer.is_floating_point():
-        return 0.0
-    return ROUNDINGS * torch.finfo(answer.dtype).eps * answer.abs().max().item()
 
 
 def package_roots() -> list[str]:

@@ -45,7 +45,9 @@ def load_documents(arguments: PretrainArguments) -> Documents:
         UserError: the data cannot be found or read, lacks the column, or holds no text.
     """
     train = {
-        name: load_source(source.dataset, arguments)
+        name: load_builtin("train", arguments)
+        if source.dataset == "builtin"
+        else load_text(source.dataset, arguments, arguments.train_split)
         for name, source in arguments.sources.items()
         if not is_indexed(source.dataset)
     }
@@ -76,13 +78,6 @@ def check_splits(arguments: PretrainArguments) -> None:
             f"validation_split={arguments.validation_split} is a split of a Hub dataset, not of {validated}; name a "
             "file in validation_dataset, or leave it out to hold out documents"
         )
-
-
-def load_source(source: str, arguments: PretrainArguments) -> Dataset:
-    """The training documents of one source."""
-    if source == "builtin":
-        return load_builtin("train", arguments)
-    return load_text(source, arguments, arguments.train_split)
 
 
 def load_builtin(split: Split, arguments: PretrainArguments) -> Dataset:

@@ -247,7 +247,9 @@ class BlockWriter:
     def _documents(self, cursor: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
         """Batches of documents from `cursor` on, each with the cursor at its end."""
         for number in count(cursor["pass"]):
-            stream = self._open()
+            stream = load_stream(self.arguments.dataset, self.arguments)
+            if not (self.arguments.validation_dataset or self.arguments.validation_split):
+                stream = stream.skip(HELD_OUT_DOCUMENTS)
             if "state" in cursor:
                 stream.load_state_dict(cursor["state"])
             rows = iter(stream)
@@ -258,12 +260,6 @@ class BlockWriter:
             if read == 0 and "state" not in cursor:
                 raise UserError(f"the stream {self.arguments.dataset} holds no documents to train on")
             cursor = {}
-
-    def _open(self) -> IterableDataset:
-        """The stream from its start, behind the documents that are held out."""
-        stream = load_stream(self.arguments.dataset, self.arguments)
-        has_validation = self.arguments.validation_dataset or self.arguments.validation_split
-        return stream if has_validation else stream.skip(HELD_OUT_DOCUMENTS)
 
     def _delete_old(self) -> None:
         """Deletes the blocks before the one that a run reads next after resuming from its oldest checkpoint."""

@@ -33,7 +33,8 @@ def write_cached(
     if cache is None:
         write_stream(dataset, encoder, folder, workers, identity)
         return
-    entry = cache / _key(identity)
+    key = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16)
+    entry = cache / key.hexdigest()
     if not entry.exists():
         _make(entry, dataset, encoder, workers, identity)
     _check(entry, identity)
@@ -49,10 +50,6 @@ def link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-
-
-def _key(identity: dict[str, str]) -> str:
-    return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _make(entry: Path, dataset: Dataset, encoder: TextEncoder, workers: int, identity: dict[str, str]) -> None:

@@ -165,14 +165,6 @@ def composes(config: PreTrainedConfig) -> bool:
     return bool(getattr(config, "composes", False))
 
 
-def without_composing(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of the same model without composition."""
-    plain = copy.deepcopy(config)
-    if composes(config):
-        plain.compose_pre = plain.compose_post = False
-    return plain
-
-
 def _shapes_of(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
@@ -186,7 +178,10 @@ def _build(config: PreTrainedConfig, arguments: PretrainArguments) -> PreTrained
 
 def plain_flops(config: PreTrainedConfig, length: int) -> float:
     """FLOPs per token of a training step of the model without composition, for sequences of `length` tokens."""
-    return _token_flops(_shapes_of(without_composing(config)), length)
+    plain = copy.deepcopy(config)
+    if composes(config):
+        plain.compose_pre = plain.compose_post = False
+    return _token_flops(_shapes_of(plain), length)
 
 
 def _token_flops(model: PreTrainedModel, length: int) -> float:

@@ -135,7 +135,8 @@ def _rehearse(model: PreTrainedModel, ids: Tensor, bf16: bool, workspace: int) -
     # Autocast keeps bf16 copies of weights. Without recomputation they are counted already, as the backward pass needs
     # them. Modules are asked because the name of the model's property depends on the version of Transformers.
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    casts = _cast_bytes(model) if bf16 and recomputes else 0
+    matrices = [weight for layer in _layers(model) for weight in layer.parameters() if weight.ndim >= 2]
+    casts = BFLOAT16 * sum(weight.numel() for weight in matrices) if bf16 and recomputes else 0
     return Passes(weights, largest, casts, first, second)
 
 
@@ -154,11 +155,6 @@ class Passes(NamedTuple):
             round(max(found.layers, found.ends, found.loss + self.casts)) for found in (self.first, self.second)
         )
         return Rehearsal(round(self.weights), round(self.largest_layer), first, second, round(max(self.second)))
-
-
-def _cast_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the matrices of all layers in bf16."""
-    return BFLOAT16 * sum(w.numel() for layer in _layers(model) for w in layer.parameters() if w.ndim >= 2)
 
 
 def _pass_peaks(model: PreTrainedModel, ids: Tensor, tracker: StorageTracker, bf16: bool) -> Peaks:

@@ -1,7 +1,7 @@
 """FSDP2 and HSDP: each process holds a shard of every weight, its gradient and its optimizer state."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
@@ -42,7 +42,9 @@ class FSDPEngine(Engine):
 
         So only the first process ever holds more than one layer, and the weights outside of layers, in one piece.
         """
-        mesh, precision = self._mesh(), self._precision()
+        mesh, precision = self._mesh(), MixedPrecisionPolicy()
+        if self.accelerator.mixed_precision == "bf16":  # gradients are summed over processes in float32 in any case
+            precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         device, kinds = self.accelerator.device, set(model._no_split_modules or ())
         layers = [module for module in model.modules() if type(module).__name__ in kinds]
         for layer in layers:
@@ -57,7 +59,10 @@ class FSDPEngine(Engine):
         return model, build(model)
 
     def accumulating(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if is_last else without_exchange(model)
+        """The context of a forward and backward pass; until the last one of an update, gradients add up unsharded."""
+        assert isinstance(model, FSDPModule)
+        model.set_requires_gradient_sync(is_last)
+        return nullcontext()
 
     def end_scoring(self, model: nn.Module) -> None:
         """Frees the gathered weights outside of layers; those of a layer are freed right after its forward pass."""
@@ -87,12 +92,6 @@ class FSDPEngine(Engine):
         names = ("replicas", "shards")
         return init_device_mesh(device, (processes // self.shards, self.shards), mesh_dim_names=names)
 
-    def _precision(self) -> MixedPrecisionPolicy:
-        """Compute in bf16 if asked for; gradients are summed over processes in float32 in any case."""
-        if self.accelerator.mixed_precision == "bf16":
-            return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        return MixedPrecisionPolicy()
-
 
 @torch.no_grad()
 def share_weights(modules: Iterable[nn.Module], device: torch.device) -> None:
@@ -105,14 +104,3 @@ def share_weights(modules: Iterable[nn.Module], device: torch.device) -> None:
             module._apply(lambda tensor: tensor.to(device), recurse=False)
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             dist.broadcast(tensor, 0)
-
-
-@contextmanager
-def without_exchange(model: nn.Module) -> Iterator[None]:
-    """In the block, gradients are added up unsharded in each process instead of being reduced to shards."""
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)

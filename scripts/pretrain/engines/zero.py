@@ -62,7 +62,9 @@ class ZeroEngine(Engine):
         if self.stage < 3:
             model = model.to(self.accelerator.device)  # before `build`: the optimizer depends on the weights' device
         elements = sum(weight.numel() for weight in model.parameters())
-        leave_kernels_alone()
+        # Neither compile an operator for inference at the start of a run, nor log every step.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.utils.logger.setLevel(logging.WARNING)
         self._engine, *_ = deepspeed.initialize(model=model, optimizer=build(model), config=self._config(elements))
         return self._engine, ZeroOptimizer(self._engine)
 
@@ -153,9 +155,3 @@ class ZeroOptimizer(Optimizer):
         if not self.engine.zero_optimization_partition_weights():
             # Gradients that stages 1 and 2 have averaged over processes; stage 3 overwrites its own.
             zero.averaged_gradients.clear()
-
-
-def leave_kernels_alone() -> None:
-    """Keeps DeepSpeed from compiling an operator for inference at the start of a run, and from logging every step."""
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.utils.logger.setLevel(logging.WARNING)

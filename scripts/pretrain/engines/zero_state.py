@@ -169,16 +169,14 @@ class ZeroState:
     def _begin_states(self, names: Iterable[str]) -> None:
         """Creates the optimizer's states that the checkpoint's `names` list, as zeros."""
         weights = dict(self.module.named_parameters())
+        is_fused = any(group.get("fused") for group in self.zero.param_groups)
         for stored in names:
             if stored.startswith(OPTIMIZER):
                 name, _, what = stored.removeprefix(OPTIMIZER).rpartition(".")
                 flat = self.pieces[weights[name]].flat
-                self.state[flat][what] = self._zero_count(flat) if what == COUNT else torch.zeros_like(flat.detach())
-
-    def _zero_count(self, flat: Tensor) -> Tensor:
-        """A count of updates `[]` on the device where the optimizer expects it: that of the weights if it is fused."""
-        is_fused = any(group.get("fused") for group in self.zero.param_groups)
-        return torch.zeros((), device=flat.device if is_fused else "cpu")
+                # A fused optimizer expects the count of updates `[]` on the device of the weights.
+                count = torch.zeros((), device=flat.device if is_fused else "cpu")
+                self.state[flat][what] = count if what == COUNT else torch.zeros_like(flat.detach())
 
     def _use_weights(self) -> None:
         """Copies the optimizer's float32 weights into those that the model computes with."""

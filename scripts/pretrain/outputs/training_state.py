@@ -79,8 +79,10 @@ def load_tensors(
     states: dict[str, dict[str, Tensor]] = {}
     for name, size in stored.items():
         if name.startswith(OPTIMIZER):
-            weight, _, what = name.removeprefix(OPTIMIZER).rpartition(".")
-            states.setdefault(weight, {})[what] = empty_state(weights[weight], size)
+            owner, _, what = name.removeprefix(OPTIMIZER).rpartition(".")
+            weight = weights[owner].detach()
+            # A state of the weight's shape is sharded like it; others, such as a count of updates, are in one piece.
+            states.setdefault(owner, {})[what] = torch.zeros_like(weight) if size == weight.shape else torch.zeros(size)
     tensors = weights_of(model)
     tensors |= {f"{OPTIMIZER}{name}.{what}": state[what] for name, state in states.items() for what in state}
     tensors |= averages_of(average)
@@ -126,11 +128,6 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 def averages_of(average: WeightAverage | None) -> dict[str, Tensor]:
     """The averages of weights as `average.NAME`; none if they are not kept."""
     return {} if average is None else {AVERAGE + name: tensor for name, tensor in average.tensors.items()}
-
-
-def empty_state(weight: Tensor, size: torch.Size) -> Tensor:
-    """Zeros for a state of the optimizer for `weight`: sharded like it if `size` is its shape, else in one piece."""
-    return torch.zeros_like(weight.detach()) if size == weight.shape else torch.zeros(size)
 
 
 def give_states(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
