@@ -23,7 +23,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, set_seed
+from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from torch import Tensor
 from torch import accelerator as torch_accelerator
 from transformers import GenerationConfig, PreTrainedModel
@@ -42,20 +42,14 @@ from .engines.choice import build_engine, forget_launcher, launched_engine
 from .engines.interface import Engine
 from .fingerprint import check_same_run
 from .model import check_attention, choose_attention, plan_config
-from .optimizer import build_optimizer
-from .outputs import checkpoint
-from .outputs.checkpoint import TrainingProgress
-from .outputs.checkpoint_writer import CheckpointWriter
-from .outputs.metrics import MetricsLog, check_trackers, tensorboard_errors_told_once
+from .outputs.metrics import check_trackers, tensorboard_errors_told_once
 from .outputs.run_folder import RunFolder, remove
-from .outputs.throughput import Throughput
 from .outputs.training_state import hide_warning_of_one_process
 from .plan import Plan, build_plan, describe
 from .processes import on_all, on_main
 from .results import Result, summarize
 from .stopping import StopSignals
 from .trainer import Trainer
-from .weight_average import WeightAverage
 
 # Options that may name a part of an earlier run.
 SOURCES = ("init_from", "tokenizer", "dataset", "validation_dataset", "chat_template")
@@ -100,7 +94,7 @@ def run_job(engine: Engine, arguments: PretrainArguments, run: RunFolder, signal
     on_main(run.path, lambda: run.begin(dataclasses.asdict(arguments), resume_from))
     accelerator.print(describe(plan, engine, arguments, resume_from))
     accelerator.print(choose_attention(plan.model, arguments, accelerator.device))
-    trainer = build_trainer(engine, arguments, run, plan, resume_from, signals)
+    trainer = Trainer(engine, arguments, run, plan, resume_from, signals)
     try:
         with plan.order.feeding(accelerator.is_main_process):
             validation = trainer.train()
@@ -174,45 +168,6 @@ def check_device(engine: Engine, arguments: PretrainArguments) -> None:
             f"position_sampling=jitter has fractions, which engine={engine.name} rounds to bfloat16; take subset, "
             "engine=ddp, or mixed_precision=no"
         )
-
-
-def build_trainer(
-    engine: Engine,
-    arguments: PretrainArguments,
-    run: RunFolder,
-    plan: Plan,
-    resume_from: Path | None,
-    signals: StopSignals,
-) -> Trainer:
-    """Places model and optimizer on the devices, restores their state when resuming, and builds the trainer."""
-    accelerator = engine.accelerator
-    throughput = Throughput.of(plan.model, accelerator)
-    model, optimizer = engine.prepare(
-        plan.model, lambda model: build_optimizer(model, arguments), compiled=arguments.compile
-    )
-    set_seed(arguments.seed, device_specific=True)
-    progress, average = TrainingProgress(), None
-    if arguments.ema_decay is not None:
-        average = WeightAverage(accelerator.unwrap_model(model), arguments.ema_decay)
-    if resume_from is not None:
-        progress = checkpoint.load(engine, resume_from, model, optimizer, plan.memory, average)
-        on_main(run.path, lambda: run.leave_later_checkpoints(progress.step))
-    return Trainer(
-        engine=engine,
-        arguments=arguments,
-        plan=plan,
-        run=run,
-        model=model,
-        optimizer=optimizer,
-        metrics=MetricsLog(run.metrics, accelerator, progress.step, arguments.trackers),
-        progress=progress,
-        throughput=throughput,
-        signals=signals,
-        checkpoints=CheckpointWriter(
-            accelerator, run.checkpoints, arguments.keep_checkpoints, arguments.save_in_background
-        ),
-        average=average,
-    )
 
 
 def save_final(trainer: Trainer, result: Result) -> None:

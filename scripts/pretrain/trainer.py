@@ -4,13 +4,13 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
+from pathlib import Path
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object, send_to_device
-from torch import Tensor, nn
+from accelerate.utils import gather_object, send_to_device, set_seed
+from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -24,6 +24,7 @@ from .engines.interface import Engine
 from .fingerprint import sharing_of
 from .guard import Batch, DivergedError, RollbackError
 from .model import loss_options
+from .optimizer import build_optimizer
 from .outputs import checkpoint
 from .outputs.checkpoint import TrainingProgress
 from .outputs.checkpoint_writer import CheckpointWriter
@@ -32,7 +33,7 @@ from .outputs.metrics import MetricsLog
 from .outputs.run_folder import RunFolder
 from .outputs.throughput import Throughput
 from .plan import Plan
-from .processes import on_all
+from .processes import on_all, on_main
 from .schedule import group_schedules, prepare_update
 from .stopping import StopSignals, ignore_signals
 from .validation import Validation, validate
@@ -41,39 +42,52 @@ from .weight_average import WeightAverage
 logger = logging.getLogger(__name__)
 
 
-@dataclass
 class Trainer:
     """Trains from the update that `progress` has reached to the end of the schedule.
 
-    `engine` has prepared `model` and `optimizer`. The loss of an update is the mean over all target tokens of all its
-    forward passes on all processes, so that gradient accumulation, processes and batch size only matter through their
-    product.
+    The loss of an update is the mean over all target tokens of all its forward passes on all processes, so that
+    gradient accumulation, processes and batch size only matter through their product.
+
+    Args:
+        resume_from: the checkpoint to go on from; None starts anew.
 
     Attributes:
+        model, optimizer: as `engine` has prepared them.
+        progress: how far the run has come.
+        average: the moving average of the weights; None if it is not kept.
         stop_requested: whether some process had been asked to stop by the last update; it is the same on all processes.
     """
 
-    engine: Engine
-    arguments: PretrainArguments
-    plan: Plan
-    run: RunFolder
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    metrics: MetricsLog
-    progress: TrainingProgress
-    throughput: Throughput
-    signals: StopSignals
-    checkpoints: CheckpointWriter
-    average: WeightAverage | None
-    stop_requested: bool = False
-
-    def __post_init__(self) -> None:
-        self._schedules = group_schedules(self.plan.schedule, self.arguments)
-
-    @property
-    def accelerator(self) -> Accelerator:
-        """The processes, and the device of this one."""
-        return self.engine.accelerator
+    def __init__(
+        self,
+        engine: Engine,
+        arguments: PretrainArguments,
+        run: RunFolder,
+        plan: Plan,
+        resume_from: Path | None,
+        signals: StopSignals,
+    ) -> None:
+        """Places model and optimizer on the devices, and restores their state when resuming."""
+        self.engine, self.arguments, self.run, self.plan, self.signals = engine, arguments, run, plan, signals
+        self.accelerator = engine.accelerator
+        self.throughput = Throughput.of(plan.model, self.accelerator)
+        self.model, self.optimizer = engine.prepare(
+            plan.model, lambda model: build_optimizer(model, arguments), compiled=arguments.compile
+        )
+        set_seed(arguments.seed, device_specific=True)
+        self.progress = TrainingProgress()
+        self.average: WeightAverage | None = None
+        if arguments.ema_decay is not None:
+            self.average = WeightAverage(self.accelerator.unwrap_model(self.model), arguments.ema_decay)
+        if resume_from is not None:
+            self.progress = checkpoint.load(engine, resume_from, self.model, self.optimizer, plan.memory, self.average)
+            on_main(run.path, lambda: run.leave_later_checkpoints(self.progress.step))
+        self.metrics = MetricsLog(run.metrics, self.accelerator, self.progress.step, arguments.trackers)
+        self.checkpoints = CheckpointWriter(
+            self.accelerator, run.checkpoints, arguments.keep_checkpoints, arguments.save_in_background
+        )
+        self.stop_requested = False
+        self._schedules = group_schedules(plan.schedule, arguments)
 
     def train(self) -> Validation:
         """Makes all remaining updates and returns the last validation.

@@ -8,29 +8,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ...common.arguments import without_none
 from ...common.number_ranges import check_seed, require
 
-POSITIVE = (
-    "vocab_size",
-    "batch_size",
-    "gradient_accumulation_steps",
-    "max_steps",
-    "epochs",
-    "learning_rate",
-    "composition_learning_rate",
-    "max_grad_norm",
-    "adam_epsilon",
-    "shard_processes",
-    "max_seconds",
-    "log_every",
-    "eval_every",
-    "save_every",
-    "shuffle_buffer",
-    "spike_threshold",
-    "price_per_gpu_hour",
-    "base_width",
-    "shortest_length",
-    "position_limit",
-    "sweep_workers",
-)
 NOT_NEGATIVE = (
     "freeze_parent_steps",
     "warmup_steps",
@@ -50,11 +27,12 @@ LARGEST_RATE = 1e30
 FRACTIONS = ("min_learning_rate_ratio", "decay_share", "adam_beta1", "adam_beta2", "muon_momentum", "ema_decay")
 # A moving average with a decay of 1 never changes.
 BELOW_ONE = ("adam_beta1", "adam_beta2", "muon_momentum", "ema_decay")
+# All other numbers are positive.
+MAY_BE_ZERO = (*NOT_NEGATIVE, *FRACTIONS, "seed")
 # A norm of infinity clips nothing.
 MAY_BE_INFINITE = ("max_grad_norm",)
 # What must hold for the values of options that are not None, and how a message says it.
 RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (POSITIVE, lambda value: value > 0, "positive"),
     (NOT_NEGATIVE, lambda value: value >= 0, "zero or more"),
     (FRACTIONS, lambda value: 0 <= value <= 1, "between 0 and 1"),
     (BELOW_ONE, lambda value: value < 1, "below 1"),
@@ -85,7 +63,7 @@ def check_ranges(options: Any) -> None:
 
 
 def _check_limits(options: Any) -> None:
-    """Refuses missing values, and numbers too large for any computation."""
+    """Refuses missing values, and numbers that are not positive or too large for any computation."""
     for argument in fields(options):
         name, value = argument.name, getattr(options, argument.name)
         require(value is not None or argument.default is None, name, value, "given, or left out")
@@ -93,6 +71,8 @@ def _check_limits(options: Any) -> None:
             require(not math.isinf(value), name, value, "finite")
         if isinstance(value, int) and name != "seed":
             require(value <= LARGEST_INTEGER, name, value, f"at most {LARGEST_INTEGER}")
+        if isinstance(value, int | float) and not isinstance(value, bool) and name not in MAY_BE_ZERO:
+            require(value > 0, name, value, "positive")
     check_seed("seed", options.seed)
     for name in ("dataloader_workers", "tokenizer_workers", "sweep_workers"):
         require(getattr(options, name) <= MOST_WORKERS, name, getattr(options, name), f"at most {MOST_WORKERS}")
