@@ -45,7 +45,7 @@ from .model import check_attention, choose_attention, plan_config
 from .outputs.metrics import check_trackers, tensorboard_errors_told_once
 from .outputs.run_folder import RunFolder, remove
 from .outputs.training_state import hide_warning_of_one_process
-from .plan import Plan, build_plan, describe
+from .plan import Plan, describe
 from .processes import on_all, on_main
 from .results import Result, summarize
 from .stopping import StopSignals
@@ -150,7 +150,7 @@ def make_plan(engine: Engine, arguments: PretrainArguments, run: RunFolder, resu
     on_all(run.path, lambda: check_device(engine, arguments))
     on_main(run.path, lambda: check_trackers(arguments.trackers))
     source = on_main(run.path, lambda: prepare(arguments, run))
-    plan = on_all(run.path, lambda: build_plan(engine, arguments, run, source, resume_from))
+    plan = on_all(run.path, lambda: Plan(engine, arguments, run, source, resume_from))
     if resume_from is not None:
         on_main(run.path, lambda: check_same_run(resume_from, plan.fingerprint))
     return plan

@@ -1,92 +1,63 @@
 """Builds and checks all parts of a run before anything in the output folder changes."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.carried_memory import CarriedMemory, StreamMemory
 from ..common.errors import UserError
 from .arguments import PretrainArguments
 from .data.batch_order import MIXTURE_BLOCK, MixtureOrder, TrainingOrder, share_of
 from .data.length_warmup import LengthWarmup
-from .data.objectives import Objective, make_objective
+from .data.objectives import make_objective
 from .data.opening import open_data
 from .data.position_sampling import PositionSampler
 from .data.preparation import Source
-from .data.sequences import Sequences
 from .data.tokenizer import load_tokenizer
 from .engines.interface import Engine
 from .fingerprint import Fingerprint, build_fingerprint, describe_changes, sharing_of
 from .model import build_config, build_model, count_parameters
 from .outputs.checkpoint import read_state
 from .outputs.run_folder import RunFolder
-from .schedule import RateSchedule, build_schedule
+from .schedule import build_schedule
 
 
-@dataclass(kw_only=True)
 class Plan:
     """Data, model and schedule of a run, and the fingerprint that shows whether a checkpoint is of the same run."""
 
-    source: Source
-    tokenizer: PreTrainedTokenizerBase
-    objective: Objective
-    model: PreTrainedModel
-    train_sequences: Sequences
-    validation_sequences: Sequences
-    order: TrainingOrder
-    memory: CarriedMemory
-    schedule: RateSchedule
-    lengths: LengthWarmup
-    positions: PositionSampler | None
-    fingerprint: Fingerprint
+    def __init__(
+        self, engine: Engine, arguments: PretrainArguments, run: RunFolder, source: Source, resume_from: Path | None
+    ) -> None:
+        """Opens the data that `prepare` made from `source`, and builds model and schedule; it writes nothing.
+
+        Raises:
+            UserError: data, model and arguments do not fit each other.
+        """
+        accelerator, accumulation = engine.accelerator, arguments.gradient_accumulation_steps
+        global_batch = arguments.batch_size * accumulation * accelerator.num_processes
+        self.source, self.tokenizer = source, load_tokenizer(run.current(run.tokenizer))
+        self.objective = make_objective(arguments, self.tokenizer)
+        train, self.validation_sequences, self.order = open_data(run, arguments, self.tokenizer, global_batch)
+        self.train_sequences = train
+        set_seed(arguments.seed)
+        config = build_config(arguments, self.tokenizer)
+        on_meta = engine.takes_weights_of_first and not accelerator.is_main_process
+        self.model = build_model(arguments, config, on_meta=on_meta)
+        if resume_from is not None:
+            resume_order(self.order, read_state(resume_from)["fingerprint"], len(train))
+        self.memory = CarriedMemory()
+        if arguments.carry_memory:
+            self.memory = StreamMemory(config, accumulation, segments=len(train) // global_batch)
+        self.schedule = build_schedule(arguments, self.order.pass_length, global_batch)
+        check_passes(self.order, arguments, self.schedule.max_steps)
+        self.lengths, self.positions = LengthWarmup.of(arguments), PositionSampler.of(arguments, config)
+        self.fingerprint = build_fingerprint(arguments, config, source, self.schedule, self.order)
 
     def documents(self, step: int, accelerator: Accelerator, batch_size: int) -> list[str]:
         """The documents that this process reads in update `step` of the data."""
         mine = share_of(self.order[step], accelerator.process_index, accelerator.num_processes, batch_size)
         return [name for index in mine.ravel().tolist() for name in self.train_sequences.documents(index)]
-
-
-def build_plan(
-    engine: Engine, arguments: PretrainArguments, run: RunFolder, source: Source, resume_from: Path | None
-) -> Plan:
-    """Opens the data that `prepare` made from `source`, and builds model and schedule; it writes nothing.
-
-    Raises:
-        UserError: data, model and arguments do not fit each other.
-    """
-    tokenizer = load_tokenizer(run.current(run.tokenizer))
-    objective = make_objective(arguments, tokenizer)
-    accelerator = engine.accelerator
-    global_batch = arguments.batch_size * arguments.gradient_accumulation_steps * accelerator.num_processes
-    train, validation, order = open_data(run, arguments, tokenizer, global_batch)
-    set_seed(arguments.seed)
-    config = build_config(arguments, tokenizer)
-    on_meta = engine.takes_weights_of_first and not accelerator.is_main_process
-    model = build_model(arguments, config, on_meta=on_meta)
-    if resume_from is not None:
-        resume_order(order, read_state(resume_from)["fingerprint"], len(train))
-    memory = CarriedMemory()
-    if arguments.carry_memory:
-        memory = StreamMemory(config, arguments.gradient_accumulation_steps, segments=len(train) // global_batch)
-    schedule = build_schedule(arguments, order.pass_length, global_batch)
-    check_passes(order, arguments, schedule.max_steps)
-    return Plan(
-        source=source,
-        tokenizer=tokenizer,
-        objective=objective,
-        model=model,
-        train_sequences=train,
-        validation_sequences=validation,
-        order=order,
-        memory=memory,
-        schedule=schedule,
-        lengths=LengthWarmup.of(arguments),
-        positions=PositionSampler.of(arguments, config),
-        fingerprint=build_fingerprint(arguments, config, source, schedule, order),
-    )
 
 
 def resume_order(order: TrainingOrder, stored: Fingerprint, sequences: int) -> None:
