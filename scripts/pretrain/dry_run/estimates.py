@@ -1,7 +1,6 @@
 """`dynattn pretrain RECIPE --dry_run --on h100:64`: what the run would need, without data, weights or GPUs."""
 
 import copy
-from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -10,7 +9,7 @@ from ...common.errors import UserError
 from ...common.flops import ModelFlops
 from ..arguments import PretrainArguments
 from ..engines.choice import check_zero, obstacle_to_zero
-from ..model import ParameterCounts, checkpoint_activations_if_asked, count_parameters, plan_config
+from ..model import checkpoint_activations_if_asked, count_parameters, plan_config
 from ..optimizer import moment_bytes
 from ..options.sweep import Sweep
 from .hardware import Gpu, parse_cluster
@@ -26,7 +25,6 @@ CHUNK_QUERIES, CHUNK_MAPS = 64, 5
 HOURS_A_DAY = 24
 
 
-@dataclass(frozen=True)
 class Estimate:
     """What a run would need.
 
@@ -42,15 +40,34 @@ class Estimate:
         runs: number of runs of a sweep, which are made one after the other.
     """
 
-    parameters: ParameterCounts
-    flops: float
-    composition_share: float
-    memory: dict[str, EngineMemory]
-    precision: str
-    tokens_per_second: float
-    tokens_per_update: int
-    updates: int | None
-    runs: int = 1
+    def __init__(self, arguments: PretrainArguments, gpu: Gpu, count: int) -> None:
+        """Counts FLOPs, runs an update on tensors without contents to measure its memory, and estimates the speed."""
+        engines = possible_engines(arguments, count)
+        config, bf16 = plan_config(arguments), arguments.mixed_precision == "bf16"
+        model, length = _shapes_of(config), arguments.sequence_length
+        plain = plain_flops(config, length)
+        rehearsal = rehearse(
+            lambda layers: _build(with_layers(config, layers), arguments),
+            config.num_hidden_layers,
+            arguments.batch_size,
+            length,
+            bf16=bf16,
+            workspace=chunk_bytes(config, length),
+            period=period_of(config),
+        )
+        averages = 0 if arguments.ema_decay is None else rehearsal.weights
+        optimizer, group = moment_bytes(model, arguments) + averages, arguments.shard_processes or gpu.node
+        rate = count * (gpu.bfloat16_rate if bf16 else gpu.float32_rate) * RECORDED_MFU / plain
+        self.parameters, self.flops = count_parameters(model), _token_flops(model, length)
+        self.composition_share = 1 - plain / self.flops
+        self.memory = {
+            name: engine_memory(name, rehearsal, count, group, bf16=bf16, optimizer=optimizer) for name in engines
+        }
+        self.precision = "bfloat16" if bf16 else "float32"
+        self.tokens_per_second = rate / (RECORDED_RATIO if composes(config) else 1.0)
+        self.tokens_per_update = arguments.batch_size * arguments.gradient_accumulation_steps * count * length
+        self.updates = arguments.max_steps
+        self.runs = 1 if arguments.sweep is None else len(Sweep.parse(arguments.sweep).values)
 
     @property
     def days(self) -> float | None:
@@ -68,42 +85,7 @@ def dry_run(arguments: PretrainArguments) -> str:
             that cannot make the run.
     """
     gpu, count = parse_cluster(arguments.on)
-    return describe(estimate(arguments, gpu, count), arguments, gpu, count)
-
-
-def estimate(arguments: PretrainArguments, gpu: Gpu, count: int) -> Estimate:
-    """Counts FLOPs, runs an update on tensors without contents to measure its memory, and estimates the speed."""
-    engines = possible_engines(arguments, count)
-    config, bf16 = plan_config(arguments), arguments.mixed_precision == "bf16"
-    model = _shapes_of(config)
-    length = arguments.sequence_length
-    flops, plain = _token_flops(model, length), plain_flops(config, length)
-    workspace = chunk_bytes(config, length)
-    rehearsal = rehearse(
-        lambda layers: _build(with_layers(config, layers), arguments),
-        config.num_hidden_layers,
-        arguments.batch_size,
-        length,
-        bf16=bf16,
-        workspace=workspace,
-        period=period_of(config),
-    )
-    averages = 0 if arguments.ema_decay is None else rehearsal.weights
-    optimizer, group = moment_bytes(model, arguments) + averages, arguments.shard_processes or gpu.node
-    memory = {name: engine_memory(name, rehearsal, count, group, bf16=bf16, optimizer=optimizer) for name in engines}
-    rate = count * (gpu.bfloat16_rate if bf16 else gpu.float32_rate) * RECORDED_MFU / plain
-    tokens_per_update = arguments.batch_size * arguments.gradient_accumulation_steps * count * length
-    return Estimate(
-        parameters=count_parameters(model),
-        flops=flops,
-        composition_share=1 - plain / flops,
-        memory=memory,
-        precision="bfloat16" if bf16 else "float32",
-        tokens_per_second=rate / (RECORDED_RATIO if composes(config) else 1.0),
-        tokens_per_update=tokens_per_update,
-        updates=arguments.max_steps,
-        runs=1 if arguments.sweep is None else len(Sweep.parse(arguments.sweep).values),
-    )
+    return describe(Estimate(arguments, gpu, count), arguments, gpu, count)
 
 
 def possible_engines(arguments: PretrainArguments, count: int) -> list[str]:

@@ -66,32 +66,47 @@ class StorageTracker(TorchDispatchMode):
         self.live -= size
 
 
-@dataclass(frozen=True)
-class Rehearsal:
-    """Bytes that one forward and backward pass needs.
+class Peaks(NamedTuple):
+    """Peaks of memory in three phases of a pass, in bytes."""
+
+    layers: int  # during the forward and backward passes of the layers
+    ends: int  # after the backward pass of the first layer, which is the last to run backward
+    loss: int  # while the loss is computed
+
+
+class Rehearsal(NamedTuple):
+    """Bytes that two forward and backward passes need: one that creates the gradients, and one that adds to them.
+
+    The second is as with gradient accumulation. Each number grows linearly with the number of layers, or stays.
 
     Attributes:
         weights: weights of the model in float32.
         largest_layer: weights of the largest block that an engine gathers at once.
-        peak: the peak above the weights, gradients included, in a pass that creates the gradients.
-        activations: the peak above weights and gradients in a pass whose gradients exist already, as with gradient
-            accumulation.
-        activations_in_shards: `activations` for engines that gather weights in bf16, so that autocast keeps no copies.
+        casts: bf16 copies of the layers' weights that autocast keeps until the loss is computed.
+        first: the peaks of the first pass above the weights, gradients included.
+        second: the peaks of the second pass above weights and gradients.
     """
 
     weights: int
     largest_layer: int
-    peak: int
-    activations: int
-    activations_in_shards: int
+    casts: int
+    first: Peaks
+    second: Peaks
 
+    @property
+    def peak(self) -> int:
+        """The peak of the first pass."""
+        return max(self.first.layers, self.first.ends, self.first.loss + self.casts)
 
-class Peaks(NamedTuple):
-    """Peaks of memory in three phases of a pass, in bytes."""
+    @property
+    def activations(self) -> int:
+        """The peak of the second pass."""
+        return max(self.second.layers, self.second.ends, self.second.loss + self.casts)
 
-    layers: float  # during the forward and backward passes of the layers
-    ends: float  # after the backward pass of the first layer, which is the last to run backward
-    loss: float  # while the loss is computed
+    @property
+    def activations_in_shards(self) -> int:
+        """`activations` for engines that gather weights in bf16, so that autocast keeps no copies."""
+        return max(self.second)
 
 
 def rehearse(
@@ -117,13 +132,13 @@ def rehearse(
     with FakeTensorMode(allow_non_fake_inputs=True):
         ids = torch.zeros(batch_size, length, dtype=torch.long)
         if period is None or layers <= 2 * period:
-            return _rehearse(build(layers), ids, bf16, workspace).summary()
+            return _rehearse(build(layers), ids, bf16, workspace)
         one, two = (_rehearse(build(n * period), ids, bf16, workspace) for n in (1, 2))
     more_periods = layers / period - 1
-    return tree_map(lambda once, twice: once + more_periods * (twice - once), one, two).summary()
+    return tree_map(lambda once, twice: once + round(more_periods * (twice - once)), one, two)
 
 
-def _rehearse(model: PreTrainedModel, ids: Tensor, bf16: bool, workspace: int) -> "Passes":
+def _rehearse(model: PreTrainedModel, ids: Tensor, bf16: bool, workspace: int) -> Rehearsal:
     """Two passes over `ids` `[B, T]`: one that creates the gradients, and one that adds to them."""
     model.train()
     known = [*model.parameters(), *model.buffers(), ids]
@@ -137,24 +152,7 @@ def _rehearse(model: PreTrainedModel, ids: Tensor, bf16: bool, workspace: int) -
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     matrices = [weight for layer in _layers(model) for weight in layer.parameters() if weight.ndim >= 2]
     casts = BFLOAT16 * sum(weight.numel() for weight in matrices) if bf16 and recomputes else 0
-    return Passes(weights, largest, casts, first, second)
-
-
-class Passes(NamedTuple):
-    """What two passes of a model need, in bytes. Each number grows linearly with the number of layers, or stays."""
-
-    weights: float
-    largest_layer: float
-    casts: float  # bf16 copies of the layers' weights that autocast keeps until the loss is computed
-    first: Peaks
-    second: Peaks
-
-    def summary(self) -> Rehearsal:
-        """The peak of each pass over its phases."""
-        first, second = (
-            round(max(found.layers, found.ends, found.loss + self.casts)) for found in (self.first, self.second)
-        )
-        return Rehearsal(round(self.weights), round(self.largest_layer), first, second, round(max(self.second)))
+    return Rehearsal(weights, largest, casts, first, second)
 
 
 def _pass_peaks(model: PreTrainedModel, ids: Tensor, tracker: StorageTracker, bf16: bool) -> Peaks:

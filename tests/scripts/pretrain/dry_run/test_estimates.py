@@ -28,9 +28,9 @@ from dynattn.scripts.pretrain import PretrainArguments
 from dynattn.scripts.pretrain.dry_run.estimates import (
     RECORDED_MFU,
     RECORDED_RATIO,
+    Estimate,
     chunk_bytes,
     dry_run,
-    estimate,
     period_of,
     possible_engines,
 )
@@ -148,7 +148,7 @@ def test_recipes_change_memory_and_time():
     """Muon keeps one moment of a matrix, an average is as large as the weights, and a sweep is several runs."""
     cluster = parse_cluster("h100:2")
     plain, muon, average, sweep = (
-        estimate(parse("tiny.yaml", "--output", "x", "--sequence_length", "64", *options), *cluster)
+        Estimate(parse("tiny.yaml", "--output", "x", "--sequence_length", "64", *options), *cluster)
         for options in ((), ("--optimizer", "muon"), ("--ema_decay", "0.9"), ("--sweep", "lr=1e-4:1e-2:7"))
     )
     weights = plain.memory["ddp"].weights
@@ -160,7 +160,7 @@ def test_recipes_change_memory_and_time():
 
 def test_operations_and_the_share_of_composition_are_the_models():
     arguments = parse("tiny.yaml", "--output", "x")
-    found = estimate(arguments, *parse_cluster("h100:2"))
+    found = Estimate(arguments, *parse_cluster("h100:2"))
     with torch.device("meta"):
         models = [
             DCFormerForCausalLM(DCFormerConfig.from_size("tiny", **changes))
