@@ -170,15 +170,14 @@ def format_results(results: Mapping[str, Any]) -> str:
     head += ["difference, documents", "p"]
     rows = []
     for index, one in enumerate(results["checkpoints"]):
-        difference = _difference(results["comparison"][index - 1]) if index else ["", ""]
+        difference = ["", ""]
+        if index:
+            compared = results["comparison"][index - 1]
+            difference = [mean_in_words(compared, "+.4f"), p_in_words(compared["p_holm"])]
         sizes = [f"{number:,}" for number in (one["model"]["parameters"], one["tokens"], one["max_length"])]
         measured = [f"{one['bits_per_byte']:.4f}", f"{one['loss']:.4f}"]
         rows.append([str(one["model"]["path"]), *sizes, *measured, *difference])
     return "\n\n".join([table(head, rows), _note(results), _positions(results["checkpoints"])])
-
-
-def _difference(comparison: Mapping[str, Any]) -> list[str]:
-    return [mean_in_words(comparison, "+.4f"), p_in_words(comparison["p_holm"])]
 
 
 def _note(results: Mapping[str, Any]) -> str:

@@ -230,16 +230,16 @@ def write_results(results: Results, folder: str | Path, *, overwrite: bool = Fal
     content = {key: value for key, value in asdict(replace(results, raw=[])).items() if key not in ("samples", "raw")}
     if results.quoted:
         content["quoted_source"] = quoted_source()
-    write_files(folder, content, format_table(results), partial(_write_details, results), overwrite=overwrite)
+    write_files(folder, content, format_table(results), partial(_write_details, results, content), overwrite=overwrite)
     return folder / RESULTS
 
 
-def _write_details(results: Results, folder: Path) -> None:
-    """Writes the samples, if they were logged, and lm-eval's own files."""
+def _write_details(results: Results, content: Mapping[str, Any], folder: Path) -> None:
+    """Writes the samples, if they were logged, and lm-eval's own files; `content` is that of results.json."""
     lines = [json.dumps(sample, default=handle_non_serializable, ensure_ascii=False) for sample in results.samples]
     if lines:
         write_whole(folder / SAMPLES, "\n".join(lines) + "\n")
-    write_lm_eval_files(results.raw, folder, results.model, results.settings, results.environment)
+    write_lm_eval_files(results.raw, folder, content)
 
 
 def write_files(

@@ -26,7 +26,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from torch import Tensor
 from torch import accelerator as torch_accelerator
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from ..common.atomic_file import partial_path, put_in_place
 from ..common.compiler import check_compiler
@@ -211,15 +211,11 @@ def save_model(trainer: Trainer, folder: Path, weights: dict[str, Tensor], resul
     """Writes a model with `weights`, its tokenizer, generation settings and card into a folder."""
     model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.plan.tokenizer
     if model.can_generate():
-        model.generation_config = generation_config(model)
+        # The model's special tokens, and Transformers' defaults.
+        tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
+        model.generation_config = GenerationConfig(**{name: getattr(model.config, name) for name in tokens})
     model.save_pretrained(folder, state_dict=weights)
     longest = getattr(model.config, "max_position_embeddings", None)
     tokenizer.model_max_length = longest or trainer.arguments.sequence_length
     tokenizer.save_pretrained(folder)
     write_card(folder, trainer.arguments, result, model.config.model_type)
-
-
-def generation_config(model: PreTrainedModel) -> GenerationConfig:
-    """Generation settings with the model's special tokens and Transformers' defaults."""
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return GenerationConfig(**{name: getattr(model.config, name) for name in names})

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -42,10 +42,14 @@ class FSDPEngine(Engine):
 
         So only the first process ever holds more than one layer, and the weights outside of layers, in one piece.
         """
-        mesh, precision = self._mesh(), MixedPrecisionPolicy()
+        processes, device = self.accelerator.num_processes, self.accelerator.device
+        shape = (processes,) if self.name == "fsdp2" else (processes // self.shards, self.shards)
+        # `[shards]` (FSDP2), or `[replicas, shards]` (HSDP).
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+        precision = MixedPrecisionPolicy()
         if self.accelerator.mixed_precision == "bf16":  # gradients are summed over processes in float32 in any case
             precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        device, kinds = self.accelerator.device, set(model._no_split_modules or ())
+        kinds = set(model._no_split_modules or ())
         layers = [module for module in model.modules() if type(module).__name__ in kinds]
         for layer in layers:
             share_weights(list(layer.modules()), device)
@@ -83,14 +87,6 @@ class FSDPEngine(Engine):
         replicas = self.accelerator.num_processes // self.shards
         copies = f", {replicas} replicas" if replicas > 1 else ""
         return f"weights, gradients and optimizer state in {self.shards} shard{'s' * (self.shards > 1)}{copies}"
-
-    def _mesh(self) -> DeviceMesh:
-        """The processes as a mesh `[shards]` (FSDP2) or `[replicas, shards]` (HSDP)."""
-        processes, device = self.accelerator.num_processes, self.accelerator.device.type
-        if self.name == "fsdp2":
-            return init_device_mesh(device, (processes,))
-        names = ("replicas", "shards")
-        return init_device_mesh(device, (processes // self.shards, self.shards), mesh_dim_names=names)
 
 
 @torch.no_grad()

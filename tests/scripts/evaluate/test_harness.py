@@ -367,10 +367,9 @@ def check_lm_eval_files(output: Path, content: dict[str, Any], samples: list[dic
 def test_files_that_lm_eval_could_not_write_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It logs errors of the disk and goes on."""
     monkeypatch.setattr(EvaluationTracker, "save_results_aggregated", lambda *_: None)
-    model, settings = {"path": "x", "parameters": 1, "dtype": "float32"}, {"seed": 5, "batch_size": 8, "limit": None}
     monkeypatch.setattr(lm_eval_files, "_circumstances", lambda *_: {})
     with pytest.raises(UserError, match=r"lm-eval wrote 0 of 1 result files into .*lm-eval; is the disk full"):
-        write_lm_eval_files([{"results": {}}], tmp_path, model, settings, {})
+        write_lm_eval_files([{"results": {}}], tmp_path, {"model": {"path": "x"}})
 
 
 def test_the_lm_eval_command_knows_our_tasks_and_refuses_in_one_line(

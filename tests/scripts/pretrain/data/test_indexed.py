@@ -15,7 +15,7 @@ from dynattn.scripts.pretrain.arguments import PretrainArguments
 from dynattn.scripts.pretrain.data import indexed
 from dynattn.scripts.pretrain.data.documents import load_documents
 from dynattn.scripts.pretrain.data.indexed import IndexedSamples, IndexedTokens
-from dynattn.scripts.pretrain.data.opening import _as_sequences
+from dynattn.scripts.pretrain.data.opening import DataOpener
 from dynattn.scripts.pretrain.data.sequences import MixedSequences
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 
@@ -84,7 +84,7 @@ def test_bytes_are_those_of_the_targets(is_cut: bool, mask_documents: bool, tmp_
         documents = [stream[at : at + length + 1] for at in range(0, len(stream), length + 1)]
     arguments = PretrainArguments(output="x", sequence_length=length, mask_documents=mask_documents)
     data = IndexedTokens.open(write_indexed(tmp_path / "data", documents))
-    sequences = _as_sequences(data, range(4), arguments, tokenizer, score_all=True)
+    sequences = DataOpener(tmp_path, arguments, tokenizer).as_sequences(data, range(4), score_all=True)
     shift = 0 if is_cut else 1  # labels of packed sequences are shifted by the model
     targets = [token for item in sequences for token in item["labels"][shift:].tolist()]
     assert sequences.text_bytes == sum(token not in (end, IGNORED) for token in targets)
@@ -139,9 +139,10 @@ def test_documents_without_tokens_are_passed_over(packing: Any, tmp_path: Path):
         IndexedTokens.open(write_indexed(tmp_path / name, documents))
         for name, documents in {"plain": filled, "gaps": [[], filled[0], [], [], *filled[1:], []]}.items()
     )
+    opener = DataOpener(tmp_path, arguments, tokenizer)
     for score_all in (False, True):
-        expected = _as_sequences(plain, range(3), arguments, tokenizer, score_all=score_all)
-        found = _as_sequences(gaps, range(7), arguments, tokenizer, score_all=score_all)
+        expected = opener.as_sequences(plain, range(3), score_all=score_all)
+        found = opener.as_sequences(gaps, range(7), score_all=score_all)
         assert [*map(str, found)] == [*map(str, expected)]
 
 
@@ -151,9 +152,10 @@ def test_documents_in_which_nothing_is_predicted_are_refused(held_out: list[list
     tokenizer = train_bpe([["x"]], vocab_size=257)
     data = IndexedTokens.open(write_indexed(tmp_path / "data", [[1, 2, 3], *held_out]))
     arguments = PretrainArguments(output="x", sequence_length=2, packing=packing)
+    opener = DataOpener(tmp_path, arguments, tokenizer)
     for score_all in (False, True):
         with pytest.raises(UserError, match=r"data\.idx holds no token to predict, .*; give longer documents"):
-            _as_sequences(data, range(1, 1 + len(held_out)), arguments, tokenizer, score_all=score_all)
+            opener.as_sequences(data, range(1, 1 + len(held_out)), score_all=score_all)
 
 
 def test_tokens_validate_a_run_on_text(samples: Path, tokenizer: Path, corpus: Path, tmp_path: Path):
