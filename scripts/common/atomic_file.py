@@ -53,6 +53,15 @@ def read_json(path: Path, fix: str) -> dict[str, Any]:
     return content
 
 
+def read_json_if_whole(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file, or if it holds something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def without_nan(content: Any) -> Any:
     """What JSON keeps of `content`, with None in place of NaN and infinities, which JSON does not have.
 

@@ -51,9 +51,6 @@ from .results import Result, summarize
 from .stopping import StopSignals
 from .trainer import Trainer
 
-# Options that may name a part of an earlier run.
-SOURCES = ("init_from", "tokenizer", "dataset", "validation_dataset", "chat_template")
-
 
 def pretrain(arguments: PretrainArguments) -> Result:
     """Trains, or resumes, and saves the final model with its tokenizer, card and `result.json`.
@@ -86,10 +83,7 @@ def run_job(engine: Engine, arguments: PretrainArguments, run: RunFolder, signal
     started, accelerator = time.perf_counter(), engine.accelerator
     if accelerator.is_main_process:
         source_commit()  # the result names it, and the checkout may have changed by then
-    sources = {name: getattr(arguments, name) for name in SOURCES}
-    resume_from = on_main(
-        run.path, lambda: run.start_point(arguments.resume, arguments.overwrite, arguments.max_steps, sources)
-    )
+    resume_from = on_main(run.path, lambda: run.start_point(arguments))
     plan = make_plan(engine, arguments, run, resume_from)
     on_main(run.path, lambda: run.begin(dataclasses.asdict(arguments), resume_from))
     accelerator.print(describe(plan, engine, arguments, resume_from))

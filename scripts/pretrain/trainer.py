@@ -101,7 +101,8 @@ class Trainer:
         self.signals.react(after_update=True)
         batches: Iterator[Batch] = iter(self._loader())
         validation = self._validate() if self._is_due_from_before() else None
-        with self._progress_bar() as bar:
+        begun, hidden = self.progress.step, None if self.accelerator.is_main_process else True
+        with tqdm(initial=begun, total=self.plan.schedule.max_steps, unit="step", disable=hidden) as bar:
             while self.progress.step < self.plan.schedule.max_steps:
                 try:
                     loss, norm = self._timed_update(batches)
@@ -353,10 +354,6 @@ class Trainer:
             # checkpoints store.
             generator=torch.Generator(),
         )
-
-    def _progress_bar(self) -> tqdm:
-        hidden = None if self.accelerator.is_main_process else True
-        return tqdm(initial=self.progress.step, total=self.plan.schedule.max_steps, unit="step", disable=hidden)
 
     def _show(self, bar: tqdm, loss: float) -> None:
         tokens_per_second = self.progress.tokens / self.progress.seconds

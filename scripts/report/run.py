@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..common.atomic_file import read_json_if_whole
 from ..common.errors import UserError
 from ..common.metric_records import MetricRecord, is_number, read_metrics
 
@@ -33,7 +34,7 @@ class ReportedRun:
             raise UserError(
                 f"{folder} holds no {METRICS} with measurements; give the output folder of dynattn pretrain"
             )
-        return cls(name, records, _read(folder / ARGUMENTS), _read(folder / RESULT))
+        return cls(name, records, read_json_if_whole(folder / ARGUMENTS), read_json_if_whole(folder / RESULT))
 
     def series(self, split: str, field: str) -> tuple[list[int], list[float]]:
         """The steps at which `field` of `split` was measured, and its values."""
@@ -58,12 +59,3 @@ def differing(runs: Sequence[ReportedRun]) -> list[str]:
     if len(runs) == 1:
         return [name for name in names if runs[0].arguments[name] is not None]
     return [name for name in names if len({json.dumps(run.arguments.get(name)) for run in runs}) > 1]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON file; empty if there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -105,8 +105,12 @@ def prepare(arguments: PretrainArguments, run: RunFolder) -> Source:
     identity, template = f"bpe {arguments.vocab_size}{' with masks' if masks else ''}", ""
     if given is not None:
         make_objective(arguments, given)  # refuses an unsuitable tokenizer before hours of tokenizing
-        identity = _fit_and_identify(given, arguments)
-        template = digest_of(str(given.chat_template)) if arguments.chat_column else ""
+        identity = tokenizer.fingerprint(given)
+        if arguments.chat_column:
+            # The digest is empty if the tokenizer keeps its own template, which the identity does not tell then.
+            digest = give_chat_template(given, arguments.chat_template)
+            identity += f" chat {digest}" if digest else ""
+            template = digest_of(str(given.chat_template))
     source = Source(
         name=name,
         training_data=splits.training_data,
@@ -131,15 +135,6 @@ def fingerprints(arguments: PretrainArguments) -> Fingerprints:
     """
     splits = _load_splits(arguments)
     return {"training_data": splits.training_data, "validation_data": splits.validation_data}
-
-
-def _fit_and_identify(given: PreTrainedTokenizerBase, arguments: PretrainArguments) -> str:
-    """Gives the tokenizer the chat template that the run asks for, and returns a fingerprint of both.
-
-    The fingerprint does not cover a template that the tokenizer had before.
-    """
-    template = give_chat_template(given, arguments.chat_template) if arguments.chat_column else ""
-    return f"{tokenizer.fingerprint(given)} chat {template}" if template else tokenizer.fingerprint(given)
 
 
 def _load_splits(arguments: PretrainArguments) -> Splits:

@@ -40,9 +40,9 @@ RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("learning_rate", "composition_learning_rate"), lambda value: value <= LARGEST_RATE, f"at most {LARGEST_RATE:g}"),
     (("validation_share",), lambda value: 0 < value < 1, "above 0 and below 1"),
     (("sequence_length",), lambda value: value >= 2, "2 or more"),
+    (("dataloader_workers", "tokenizer_workers", "sweep_workers"), lambda value: value <= 1024, "at most 1024"),
 )
 LARGEST_INTEGER = 2**31 - 1
-MOST_WORKERS = 1024
 
 
 def check_ranges(options: Any) -> None:
@@ -74,8 +74,6 @@ def _check_limits(options: Any) -> None:
         if isinstance(value, int | float) and not isinstance(value, bool) and name not in MAY_BE_ZERO:
             require(value > 0, name, value, "positive")
     check_seed("seed", options.seed)
-    for name in ("dataloader_workers", "tokenizer_workers", "sweep_workers"):
-        require(getattr(options, name) <= MOST_WORKERS, name, getattr(options, name), f"at most {MOST_WORKERS}")
     output = str(options.output)
     # Libraries written in Rust need paths in UTF-8.
     is_writable = "\0" not in output and output == output.encode("utf-8", "replace").decode()

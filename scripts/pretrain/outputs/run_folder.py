@@ -1,6 +1,5 @@
 """The folder of a run: where its files are, and the checks that nothing in it is lost by accident."""
 
-import json
 import logging
 import os
 import shutil
@@ -9,13 +8,17 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ...common.atomic_file import partial_path, put_in_place, write_json
+from ...common.atomic_file import partial_path, put_in_place, read_json_if_whole, write_json
 from ...common.atomic_folder import check_nothing_else
 from ...common.checkpoint_files import WRITTEN_PATTERNS
 from ...common.errors import UserError
+from ..arguments import PretrainArguments
 from . import checkpoint
 
 logger = logging.getLogger(__name__)
+
+# Options that may name a part of an earlier run.
+SOURCES = ("init_from", "tokenizer", "dataset", "validation_dataset", "chat_template")
 
 
 class RunFolder:
@@ -46,38 +49,28 @@ class RunFolder:
     @property
     def is_marked(self) -> bool:
         """Whether a run has begun in this folder: `run.json` has arguments of a run, and is not just any file."""
-        try:
-            arguments = json.loads(self.marker.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return False
-        return isinstance(arguments, dict) and {"output", "dataset"} <= arguments.keys()
+        return {"output", "dataset"} <= read_json_if_whole(self.marker).keys()
 
-    def start_point(
-        self, resume: str, overwrite: bool, max_steps: int | None, sources: Mapping[str, str | None]
-    ) -> Path | None:
+    def start_point(self, arguments: PretrainArguments) -> Path | None:
         """The checkpoint to resume from, whose files have been verified, or None to start anew.
-
-        Args:
-            max_steps: the option of the run that starts; a finished run with fewer updates may then be extended.
-            sources: the options that name what the run starts from, which may be a part of the run in the folder.
 
         Raises:
             UserError: the folder holds something that starting would destroy, or the checkpoint is missing or damaged.
         """
-        chosen = self._choose(resume, overwrite)
+        overwrite, chosen = arguments.overwrite, self._choose(arguments.resume, arguments.overwrite)
         in_place = chosen is not None and self._holds(chosen)
         if overwrite and in_place:
             raise UserError(
                 f"--overwrite would delete the checkpoint {chosen}; leave it out, or copy the checkpoint first"
             )
         if overwrite:
-            self._check_kept(sources)
+            self._check_kept(arguments)
         if chosen is not None and not in_place and _is_inside(chosen, self.path):
             raise UserError(
                 f"a run in {self.path} that resumes from {chosen} would delete it with the run that is there; give "
                 f"another output, or copy the checkpoint into {self.checkpoints}"
             )
-        if not overwrite and not (in_place and self._is_shorter(max_steps)):
+        if not overwrite and not (in_place and self._is_shorter(arguments.max_steps)):
             self._check_free(checkpoints_too=not in_place)
         if self.model.is_dir() and not self.model.is_symlink():
             check_nothing_else(self.model, WRITTEN_PATTERNS)
@@ -155,10 +148,8 @@ class RunFolder:
 
     def _is_shorter(self, max_steps: int | None) -> bool:
         """Whether the folder holds a finished run of fewer than `max_steps` updates."""
-        try:
-            return max_steps is not None and json.loads(self.result.read_text(encoding="utf-8"))["steps"] < max_steps
-        except (OSError, ValueError, LookupError, TypeError):
-            return False
+        steps = read_json_if_whole(self.result).get("steps")
+        return max_steps is not None and isinstance(steps, int) and steps < max_steps
 
     def _holds(self, chosen: Path) -> bool:
         """Whether the checkpoint `chosen` lies in this folder."""
@@ -208,10 +199,11 @@ class RunFolder:
                     f"output={self.path} holds {foreign[0]} and no run of dynattn pretrain; give a new or empty folder"
                 )
 
-    def _check_kept(self, sources: Mapping[str, str | None]) -> None:
+    def _check_kept(self, arguments: PretrainArguments) -> None:
         """Refuses to delete what the run starts from, except for the earlier run's tokenizer, which is copied first."""
         deleted = [path for path in self._own_paths() if path != self.tokenizer]
-        for name, source in sources.items():
+        for name in SOURCES:
+            source = getattr(arguments, name)
             if source is not None and any(_is_inside(Path(source), path) for path in deleted):
                 raise UserError(
                     f"--overwrite would delete {name}={source} with the run that it belongs to; give another output, "

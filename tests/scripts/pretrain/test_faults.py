@@ -19,6 +19,7 @@ from dynattn.scripts.cli import main
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.folder_lock import FolderLock
 from dynattn.scripts.pretrain import Result
+from dynattn.scripts.pretrain.arguments import PretrainArguments
 from dynattn.scripts.pretrain.data import document_encoders
 from dynattn.scripts.pretrain.outputs import checkpoint
 from dynattn.scripts.pretrain.outputs.checksums import measure
@@ -219,4 +220,4 @@ def test_a_finished_run_with_a_damaged_result_is_not_extended(result: str, tmp_p
     (run_folder.checkpoints / "step-000004").mkdir(parents=True)
     run_folder.result.write_text(result)
     with pytest.raises(UserError, match="already holds a finished model"):
-        run_folder.start_point("auto", False, max_steps=8, sources={})
+        run_folder.start_point(PretrainArguments(output=str(tmp_path), max_steps=8))
