@@ -166,11 +166,10 @@ def check_device(engine: Engine, arguments: PretrainArguments) -> None:
 
 def save_final(trainer: Trainer, result: Result) -> None:
     """Saves model, tokenizer, generation settings and card under another name and renames them when all are there."""
-    accelerator, run = trainer.accelerator, trainer.run
-    partial = partial_path(run.model)
+    run, partial = trainer.run, partial_path(trainer.run.model)
     weights = trainer.engine.full_weights(trainer.model)
     if trainer.average is not None:
-        with trainer.average.in_place(accelerator.unwrap_model(trainer.model)):
+        with trainer.average.in_place(trainer.module):
             averages, averaged = trainer.engine.full_weights(trainer.model), result_of_average(trainer, result)
             on_main(run.path, lambda: save_model(trainer, partial_path(run.average), averages, averaged))
 
@@ -203,7 +202,7 @@ def result_of_average(trainer: Trainer, result: Result) -> Result:
 
 def save_model(trainer: Trainer, folder: Path, weights: dict[str, Tensor], result: Result) -> None:
     """Writes a model with `weights`, its tokenizer, generation settings and card into a folder."""
-    model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.plan.tokenizer
+    model, tokenizer = trainer.module, trainer.plan.tokenizer
     if model.can_generate():
         # The model's special tokens, and Transformers' defaults.
         tokens = ("bos_token_id", "eos_token_id", "pad_token_id")

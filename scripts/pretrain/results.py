@@ -94,7 +94,7 @@ class Result:
 def summarize(trainer: Trainer, validation: Validation, wall_seconds: float) -> Result:
     """The result of a run whose training has ended."""
     run, accelerator, progress = trainer.run, trainer.accelerator, trainer.progress
-    parameters = count_parameters(accelerator.unwrap_model(trainer.model))
+    parameters = count_parameters(trainer.module)
     lines = read_metrics(run.metrics, "train")
     losses = [line["loss"] for line in lines if line["loss"] is not None]
     measured = {rate: [line[rate] for line in lines if rate in line] for rate in RATES}

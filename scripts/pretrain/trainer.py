@@ -53,6 +53,7 @@ class Trainer:
 
     Attributes:
         model, optimizer: as `engine` has prepared them.
+        module: the model without the wrapper that an engine may have put around it.
         progress: how far the run has come.
         average: the moving average of the weights; None if it is not kept.
         stop_requested: whether some process had been asked to stop by the last update; it is the same on all processes.
@@ -74,11 +75,12 @@ class Trainer:
         self.model, self.optimizer = engine.prepare(
             plan.model, lambda model: build_optimizer(model, arguments), compiled=arguments.compile
         )
+        self.module = self.accelerator.unwrap_model(self.model)
         set_seed(arguments.seed, device_specific=True)
         self.progress = TrainingProgress()
         self.average: WeightAverage | None = None
         if arguments.ema_decay is not None:
-            self.average = WeightAverage(self.accelerator.unwrap_model(self.model), arguments.ema_decay)
+            self.average = WeightAverage(self.module, arguments.ema_decay)
         if resume_from is not None:
             self.progress = checkpoint.load(engine, resume_from, self.model, self.optimizer, plan.memory, self.average)
             on_main(run.path, lambda: run.leave_later_checkpoints(self.progress.step))
@@ -100,7 +102,9 @@ class Trainer:
         self.signals.continuing = self.arguments.continuing_command  # until now, an earlier run may be in the folder
         self.signals.react(after_update=True)
         batches: Iterator[Batch] = iter(self._loader())
-        validation = self._validate() if self._is_due_from_before() else None
+        # Whether the run was stopped, and saved, between an update and the validation that follows it.
+        is_behind = 0 < self.progress.step != self.progress.validated
+        validation = self._validate() if is_behind and self._due(self.arguments.eval_every) else None
         begun, hidden = self.progress.step, None if self.accelerator.is_main_process else True
         with tqdm(initial=begun, total=self.plan.schedule.max_steps, unit="step", disable=hidden) as bar:
             while self.progress.step < self.plan.schedule.max_steps:
@@ -157,7 +161,7 @@ class Trainer:
         elif fault is None:
             self.optimizer.step()
             if self.average is not None:
-                self.average.update(self.accelerator.unwrap_model(self.model), self.progress.step)
+                self.average.update(self.module, self.progress.step)
             guard.remember(self.progress.recent_losses, loss)
         else:
             self._handle(fault, batches)
@@ -177,7 +181,7 @@ class Trainer:
         targets = self.accelerator.reduce(torch.tensor(sum(counts), device=device), reduction="sum")
         options = {
             "num_items_in_batch": targets.clamp(min=1),
-            **loss_options(self.accelerator.unwrap_model(self.model), self.arguments.z_loss),
+            **loss_options(self.module, self.arguments.z_loss),
         }
         memory = self.plan.memory
         memory.begin_update(self.progress.data_step)
@@ -200,9 +204,7 @@ class Trainer:
         """
         self.checkpoints.finish()
         progress, choice, most = self.progress, self.arguments.on_bad_update, self.arguments.max_bad_updates
-        layer = guard.find_layer(
-            self.accelerator.unwrap_model(self.model), self._forward, batches, self.engine.gradient
-        )
+        layer = guard.find_layer(self.module, self._forward, batches, self.engine.gradient)
         self.engine.end_scoring(self.model)
         documents = self.plan.documents(progress.data_step, self.accelerator, self.arguments.batch_size)
         facts = {"step": progress.step + 1, "reason": fault, "layer": layer, "documents": documents}
@@ -249,7 +251,7 @@ class Trainer:
 
     def _forward(self, batch: Batch) -> Tensor:
         """The loss `[]` of a batch of `[B, T]` without carried memory."""
-        options = loss_options(self.accelerator.unwrap_model(self.model))
+        options = loss_options(self.module)
         return self.model(**send_to_device(batch, self.accelerator.device), **options, use_cache=False).loss
 
     def _log_training(self, norm: float) -> None:
@@ -284,32 +286,23 @@ class Trainer:
                 f"{self._last_checkpoint()}; lower learning_rate in a new run"
             )
         record = {"step": self.progress.step, "split": "validation", "tokens": self.progress.tokens}
-        self.metrics.write({**record, **asdict(validation), **self._score_average()})
+        record |= asdict(validation)
+        if self.average is not None:
+            with self.average.in_place(self.module):
+                record["average_loss"] = self.measure_validation().loss
+        self.metrics.write(record)
         self._log_health()
         self.progress.validated = self.progress.step
         return validation
 
-    def _score_average(self) -> dict[str, float]:
-        """The validation loss of the averaged weights, if they are kept."""
-        if self.average is None:
-            return {}
-        with self.average.in_place(self.accelerator.unwrap_model(self.model)):
-            return {"average_loss": self.measure_validation().loss}
-
     def _log_health(self) -> None:
         """Writes `measure_health` of the first held-out sequence to the metrics, if the model composes heads."""
-        model = self.accelerator.unwrap_model(self.model)
-        model.eval()  # dropout would change what is measured, and the random numbers of the updates after it
-        health = measure_health(model, self._forward, self._held_out()[0, 0])
-        self.engine.end_scoring(model)
-        model.train()
+        self.module.eval()  # dropout would change what is measured, and the random numbers of the updates after it
+        health = measure_health(self.module, self._forward, self._held_out()[0, 0])
+        self.engine.end_scoring(self.module)
+        self.module.train()
         if health:
             self.metrics.write({"step": self.progress.step, "split": "composition", **health})
-
-    def _is_due_from_before(self) -> bool:
-        """Whether the run was stopped, and saved, between an update and the validation that follows it."""
-        progress = self.progress
-        return 0 < progress.step != progress.validated and self._due(self.arguments.eval_every)
 
     def measure_validation(self) -> Validation:
         """Scores the held-out text with an empty memory."""
