@@ -28,7 +28,7 @@ from torch import Tensor
 from torch import accelerator as torch_accelerator
 from transformers import GenerationConfig
 
-from ..common.atomic_file import partial_path, put_in_place
+from ..common.atomic_file import partial_path, put_in_place, write_json
 from ..common.compiler import check_compiler
 from ..common.disk_errors import disk_errors_explained
 from ..common.environment import source_commit
@@ -181,7 +181,8 @@ def save_final(trainer: Trainer, result: Result) -> None:
         # An earlier model of this run is removed before the result is replaced, so that a model in the folder always
         # belongs to the result beside it.
         remove(run.model)
-        result.write(run.result, trainer.arguments)
+        stored = dataclasses.asdict(result) | {"arguments": dataclasses.asdict(trainer.arguments)}
+        write_json(run.result, stored, default=str)
         put_in_place(partial, run.model)
 
     on_main(run.path, save)

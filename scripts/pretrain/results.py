@@ -1,14 +1,11 @@
 """The result of a run, for other programs: `result.json` and the value that `pretrain` returns."""
 
-import dataclasses
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common.atomic_file import write_json
 from ..common.environment import hardware, provenance, versions
-from .arguments import PretrainArguments
 from .model import count_parameters
 from .options.model import LOSS_UNITS
 from .outputs.metrics import read_metrics
@@ -85,10 +82,6 @@ class Result:
             f"model, tokenizer and card: {self.model}\n"
             f"metrics: {self.output / 'metrics.jsonl'}"
         )
-
-    def write(self, path: Path, arguments: PretrainArguments) -> None:
-        """Stores the result together with the run's arguments as JSON."""
-        write_json(path, dataclasses.asdict(self) | {"arguments": dataclasses.asdict(arguments)}, default=str)
 
 
 def summarize(trainer: Trainer, validation: Validation, wall_seconds: float) -> Result:
