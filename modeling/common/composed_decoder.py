@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 from ..caches.composed_cache import upgrade_to_composed_cache
 from ..caches.key_places import first_query_offset, key_count
 from ..layers.attention_interface import registered_implementations
-from ..ops.distance_tables import NO_TABLES, DistanceTables
+from ..ops.distance_tables import DistanceTables
 from ..positions.absolute import make_absolute
 from ..positions.alibi import alibi_bias
 from ..positions.carope import make_room_for_phases
@@ -93,15 +93,16 @@ class ComposedDecoderBody(DecoderBody):
         if "carope" in config.schemes:
             length = hidden_states.shape[1]
             shared["token_mask"] = new_token_mask(given.attention_mask, inputs.past_key_values, length)
-        tables = self._distance_tables(given, inputs) if config.has_distance_tables else {}
-        return hidden_states, {
-            layer_type: {
-                **shared,
-                "position_embeddings": self._rotations(layer_type, inputs),
-                "tables": tables.get(layer_type, NO_TABLES),
-            }
+        arguments = {
+            layer_type: {**shared, "position_embeddings": self._rotations(layer_type, inputs)}
             for layer_type in set(config.layer_types)
         }
+        if config.has_distance_tables:
+            # Only then, because tools that run a layer by itself, as AutoRound does, know no other tuple among its
+            # arguments than `position_embeddings`.
+            for layer_type, tables in self._distance_tables(given, inputs).items():
+                arguments[layer_type]["tables"] = tables
+        return hidden_states, arguments
 
     def _rotations(self, layer_type: str, inputs: DecoderInputs) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines `[B, T, rotary_dim]` for the layers of a type; None if positions do not rotate them."""

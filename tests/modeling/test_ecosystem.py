@@ -150,6 +150,18 @@ def test_offloaded_weights_are_read_where_they_are_on_the_device(mixer: str) -> 
     torch.testing.assert_close(offloaded(IDS).logits, expected, atol=1e-12, rtol=1e-9)
 
 
+def test_tools_that_run_a_layer_by_itself_know_its_arguments() -> None:
+    """AutoRound records the arguments of layers, and joins all but those it knows as tensors of a batch."""
+    model, seen = make_model(), []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    model(IDS, use_cache=False)
+    assert len(seen) == len(model.model.layers)
+    assert {name for given in seen for name, value in given.items() if isinstance(value, tuple)} == {
+        "position_embeddings"
+    }
+
+
 def test_replacing_linear_layers_leaves_the_composition() -> None:
     """As quantization does: int8 weights for every nn.Linear, nothing else touched."""
     model = make_model(initializer_range=0.05)
