@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dynattn import __version__
 
-from .common.commands import CommandTable
+from .common.commands import IMPORTS, CommandTable, imported_modules
 from .common.errors import StoppedError, UserError, in_one_line, last_line, printable
 from .common.launcher import is_first_process
 from .common.signals import signals_end_the_block
@@ -53,8 +53,6 @@ JOBS = CommandTable(
     notes="Every job takes --import MODULE, a module of yours that registers models or attention functions.\n"
     "`dynattn --version` prints the version.",
 )
-# The environment variable with the modules of `--import`, separated by commas, so that processes of a job import them.
-IMPORTS = "DYNATTN_IMPORT"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,7 +159,7 @@ def import_modules(argv: Sequence[str]) -> list[str]:
     rest, given = split_imports(argv)
     if "" in given:
         raise UserError("--import needs the name of a module, such as my_attention")
-    names = [*filter(None, os.environ.get(IMPORTS, "").split(",")), *given]
+    names = [*imported_modules(), *given]
     if not names:
         return rest
     os.environ[IMPORTS] = ",".join(dict.fromkeys(names))

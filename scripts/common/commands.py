@@ -1,10 +1,24 @@
 """A command that chooses among others: `dynattn`, `dynattn convert`, `dynattn reproduce`."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
 from .errors import UserError
+
+# The environment variable with the modules of `--import`, separated by commas, so that processes of a job import them.
+IMPORTS = "DYNATTN_IMPORT"
+
+
+def imported_modules() -> list[str]:
+    """The modules of the user's that the environment names, in their order."""
+    return [*filter(None, os.environ.get(IMPORTS, "").split(","))]
+
+
+def import_words() -> list[str]:
+    """`--import MODULE` for each module of the user's, as the command line in a record has to name them."""
+    return [word for name in imported_modules() for word in ("--import", name)]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from shlex import join
 from typing import Any
 
 from ..common.atomic_file import write_whole
+from ..common.commands import import_words
 from ..common.errors import UserError
 from ..pretrain import PretrainArguments, pretrain
 from ..pretrain.guard import DivergedError
@@ -221,7 +222,8 @@ class Runs:
 
 def command_of(arguments: CompareArguments) -> str:
     """The command line that repeats the comparison, from a folder that holds the files of the variants."""
-    words = ["dynattn", "compare", *(Path(file).name for file in arguments.variants), "--seeds", str(arguments.seeds)]
+    files = [Path(file).name for file in arguments.variants]
+    words = ["dynattn", "compare", *import_words(), *files, "--seeds", str(arguments.seeds)]
     if arguments.first_seed:
         words += ["--first_seed", str(arguments.first_seed)]
     if arguments.common:

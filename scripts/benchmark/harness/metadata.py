@@ -10,6 +10,7 @@ import torch
 
 from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
 
+from ...common.commands import import_words
 from ...common.environment import hardware, source_commit, versions
 from .process import ALLOCATOR
 
@@ -18,7 +19,7 @@ def run_metadata(argv: Sequence[str], device: torch.device) -> dict[str, Any]:
     """Everything that a reader needs to judge the measurements, or to repeat them."""
     is_gpu = device.type == "cuda"
     return {
-        "command": ["dynattn", "benchmark", *argv],
+        "command": ["dynattn", "benchmark", *import_words(), *argv],
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": source_commit(),
         "versions": versions(*(["triton"] if is_gpu else [])),

@@ -385,3 +385,9 @@ def check_comparison(record: dict[str, Any], folder: Path) -> None:
     assert "--learning_rates 0.001 0.01 1e+30 --tuning_seed 100" in record["command"]
     assert "Learning rates (chosen on seed 100 from 0.001, 0.01, 1e+30)" in (folder / "table.md").read_text()
     assert (folder / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_of_a_comparison_names_modules_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cli.IMPORTS, "mine")
+    command = job.command_of(CompareArguments(variants=["folder/a.yaml", "b.yaml"], seeds=2))
+    assert command == "dynattn compare --import mine a.yaml b.yaml --seeds 2"

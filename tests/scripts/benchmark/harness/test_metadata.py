@@ -1,4 +1,4 @@
-"""What a record says about the GPU that was measured."""
+"""What a record says about its command, and about the GPU that was measured."""
 
 import json
 import subprocess
@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from dynattn.modeling.ops.dcmha.triton import tuning as kernel_tuning
-from dynattn.scripts.benchmark.harness.metadata import gpu_clocks, kernel_constants
+from dynattn.scripts.benchmark.harness.metadata import gpu_clocks, kernel_constants, run_metadata
 from dynattn.scripts.benchmark.harness.tuning import TunableConstant, override_constants
+from dynattn.scripts.common.commands import IMPORTS
 
 
 def test_the_clocks_are_those_of_the_gpu_that_pytorch_numbers_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +34,9 @@ def test_a_record_has_the_constants_that_the_tuner_has_set() -> None:
     assert kernel_constants()["LARGEST_MAP"] == kernel_tuning.LARGEST_MAP
     with override_constants(kernel_tuning, {TunableConstant("LARGEST_MAP", ()): 5}):
         assert json.loads(json.dumps(kernel_constants()))["LARGEST_MAP"] == 5
+
+
+def test_the_command_names_modules_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(IMPORTS, "mine,other")
+    command = run_metadata(["--quick"], torch.device("cpu"))["command"]
+    assert command == ["dynattn", "benchmark", "--import", "mine", "--import", "other", "--quick"]
