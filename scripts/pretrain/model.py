@@ -277,8 +277,11 @@ def _choose_size(config_class: Any, size: str | None) -> str | None:
     """The named size to build, or None for an architecture without named sizes."""
     model_type = config_class.model_type
     if not hasattr(config_class, "from_size"):
-        if size is not None:
-            raise UserError(f"model_type={model_type} has no named sizes; replace model_size by model_config")
+        if size:  # empty where an option takes back what a recipe says
+            raise UserError(
+                f"model_type={model_type} has no named sizes; leave model_size={size} out, or take it back with "
+                "--model_size '', and give model_config"
+            )
         return None
     chosen = size or DEFAULT_MODEL_SIZE
     if chosen not in config_class.sizes:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.modeling.ops.dcmha.attention import DefaultImplementation
@@ -52,3 +53,10 @@ def test_models_whose_loss_is_that_of_copying_are_refused(model_type: str) -> No
 def test_a_model_that_composes_nothing_keeps_its_own() -> None:
     plain = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"))
     assert job.choose_attention(plain, PretrainArguments(output="runs"), CPU) == "attention: sdpa"  # type: ignore[arg-type]
+
+
+def test_an_empty_size_takes_back_that_of_a_recipe() -> None:
+    """Models of Transformers have no named sizes, and options cannot be removed from a recipe."""
+    with pytest.raises(UserError, match=r"llama has no named sizes; leave model_size=tiny out.*--model_size ''"):
+        job._choose_size(LlamaConfig, "tiny")
+    assert job._choose_size(LlamaConfig, "") is None
