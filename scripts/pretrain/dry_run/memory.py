@@ -237,11 +237,12 @@ def engine_memory(
         optimizer: bytes of the optimizer's state for all weights, and of their moving averages, if they are kept.
     """
     whole = rehearsal.weights
+    if gpus == 1:  # a single process of any engine shares nothing, and trains as `ddp` does
+        return EngineMemory(whole, whole, optimizer, 0, rehearsal.activations)
+    if name == "ddp":
+        return EngineMemory(whole, whole, optimizer, whole, rehearsal.activations)
     if name.startswith("zero"):
         return _zero_memory(int(name[-1]), rehearsal, gpus, optimizer)
-    if name == "ddp":
-        copies = whole if gpus > 1 else 0
-        return EngineMemory(whole, whole, optimizer, copies, rehearsal.activations)
     share = min(gpus, group) if name == "hsdp" else gpus
     # Three times a layer: the weights of the layer that runs, of the next one, which is fetched, and one's gradients.
     pieces = 3 * rehearsal.largest_layer * (BFLOAT16 if bf16 else FLOAT32) // FLOAT32

@@ -26,6 +26,7 @@ from dynattn.scripts.common.flops import ModelFlops
 from dynattn.scripts.common.measuring import peak_memory
 from dynattn.scripts.pretrain import PretrainArguments
 from dynattn.scripts.pretrain.dry_run.estimates import (
+    ENGINES,
     RECORDED_MFU,
     RECORDED_RATIO,
     Estimate,
@@ -35,7 +36,7 @@ from dynattn.scripts.pretrain.dry_run.estimates import (
     possible_engines,
 )
 from dynattn.scripts.pretrain.dry_run.hardware import GPUS, parse_cluster
-from dynattn.scripts.pretrain.dry_run.memory import engine_memory, rehearse
+from dynattn.scripts.pretrain.dry_run.memory import EngineMemory, Rehearsal, engine_memory, rehearse
 from dynattn.scripts.pretrain.main import RECIPES, main
 
 RECORDS = Path(__file__).parents[4] / "model_cards" / "records"
@@ -141,6 +142,12 @@ def test_checkpointing_and_sharding_need_less():
     assert engine_memory("hsdp", plain, 16, 2, bf16=False, optimizer=2 * weights).weights == weights // 2
     hsdp = engine_memory("hsdp", plain, 16, 8, bf16=False, optimizer=3 * weights)
     assert (hsdp.weights, hsdp.optimizer) == (weights // 8, 3 * weights // 8)
+
+
+def test_a_single_process_of_any_engine_needs_the_same():
+    passes = Rehearsal(weights=100, largest_layer=10, peak=150, activations=50, activations_in_shards=40)
+    needed = {engine_memory(name, passes, 1, 1, bf16=True, optimizer=200) for name in ENGINES}
+    assert needed == {EngineMemory(weights=100, gradients=100, optimizer=200, buffers=0, activations=50)}
 
 
 @pytest.mark.slow
