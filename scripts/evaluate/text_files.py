@@ -40,8 +40,10 @@ def read_documents(path: str, column: str) -> FileDocuments:
         UserError: the file cannot be read, lacks the column, or holds no text.
     """
     read = READERS.get(Path(path).suffix)
-    if read is None or not Path(path).is_file():
+    if read is None:
         raise UserError(f"dataset={path!r} must be a file that ends in {', '.join(READERS)}")
+    if not Path(path).is_file():
+        raise UserError(f"dataset={path!r} is no file; check its name")
     try:
         rows = list(read(Path(path), column))
     except (OSError, ValueError, RecursionError, ArrowException) as error:

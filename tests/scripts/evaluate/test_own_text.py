@@ -273,7 +273,7 @@ def test_what_cannot_be_read_is_told_with_its_place(name: str, content: bytes, m
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--dataset", "missing.jsonl"], "must be a file that ends in .txt"),
+        (["--dataset", "missing.jsonl"], "dataset='missing.jsonl' is no file; check its name"),
         (["--dataset", "texts.csv"], "must be a file that ends in .txt"),
         (["--dataset", "texts.jsonl", "--tasks", "x"], "exclude each other"),
         (["--dataset", "texts.jsonl", "--suite", "pythia"], "exclude each other"),
