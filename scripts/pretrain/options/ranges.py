@@ -28,7 +28,7 @@ FRACTIONS = ("min_learning_rate_ratio", "decay_share", "adam_beta1", "adam_beta2
 # A moving average with a decay of 1 never changes.
 BELOW_ONE = ("adam_beta1", "adam_beta2", "muon_momentum", "ema_decay")
 # All other numbers are positive.
-MAY_BE_ZERO = (*NOT_NEGATIVE, *FRACTIONS, "seed")
+OTHERWISE_LIMITED = (*NOT_NEGATIVE, *FRACTIONS, "seed", "validation_share", "sequence_length")
 # A norm of infinity clips nothing.
 MAY_BE_INFINITE = ("max_grad_norm",)
 # What must hold for the values of options that are not None, and how a message says it.
@@ -52,18 +52,20 @@ def check_ranges(options: Any) -> None:
         UserError: an option has such a value; the message names the option, the value and its limit.
     """
     _check_limits(options)
-    for names, holds, limit in RANGES:
+    kinds = {name: without_none(name, hint) for name, hint in get_type_hints(type(options)).items()}
+    positive = tuple(name for name, kind in kinds.items() if kind in (int, float) and name not in OTHERWISE_LIMITED)
+    for names, holds, limit in ((positive, lambda value: value > 0, "positive"), *RANGES):
         for name in names:
             value = getattr(options, name)
             require(value is None or holds(value), name, value, limit)
-    for name, hint in get_type_hints(type(options)).items():
-        value, kind = getattr(options, name), without_none(name, hint)
+    for name, kind in kinds.items():
+        value = getattr(options, name)
         if get_origin(kind) is Literal and value is not None:
             require(value in get_args(kind), name, value, f"one of {get_args(kind)}")
 
 
 def _check_limits(options: Any) -> None:
-    """Refuses missing values, and numbers that are not positive or too large for any computation."""
+    """Refuses missing values, and numbers too large for any computation."""
     for argument in fields(options):
         name, value = argument.name, getattr(options, argument.name)
         require(value is not None or argument.default is None, name, value, "given, or left out")
@@ -71,8 +73,6 @@ def _check_limits(options: Any) -> None:
             require(not math.isinf(value), name, value, "finite")
         if isinstance(value, int) and name != "seed":
             require(value <= LARGEST_INTEGER, name, value, f"at most {LARGEST_INTEGER}")
-        if isinstance(value, int | float) and not isinstance(value, bool) and name not in MAY_BE_ZERO:
-            require(value > 0, name, value, "positive")
     check_seed("seed", options.seed)
     output = str(options.output)
     # Libraries written in Rust need paths in UTF-8.

@@ -7,6 +7,7 @@ import pytest
 from cases.training import parse
 
 from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.pretrain import PretrainArguments
 
 
 def test_options_override_the_file_and_are_converted(tmp_path: Path):
@@ -28,7 +29,9 @@ def test_options_override_the_file_and_are_converted(tmp_path: Path):
         ("--batch_size 0", "batch_size=0 must be positive"),
         ("--learning_rate nan", "learning_rate=nan must be positive"),
         ("--validation_share 1", "validation_share=1.0 must be above 0 and below 1"),
+        ("--validation_share 0", "validation_share=0.0 must be above 0 and below 1"),
         ("--sequence_length 1", "sequence_length=1 must be 2 or more"),
+        ("--sequence_length 0", "sequence_length=0 must be 2 or more"),
         ("--adam_epsilon 1e-320", "adam_epsilon=1e-320 must be 1e-37 or more"),
         ("--seed -1", "seed=-1 must be between 0 and 4294901760"),
         ("--seed 4294967296", "seed=4294967296 must be between 0 and"),
@@ -59,6 +62,17 @@ def test_options_override_the_file_and_are_converted(tmp_path: Path):
 def test_values_out_of_range_are_one_clear_error(options: str, message: str):
     with pytest.raises(UserError, match=re.escape(message)):
         parse("--output", "x", *options.split())
+
+
+def test_ranges_go_by_the_types_of_options_and_not_by_those_of_values():
+    """Python programs write 0 for False, and may confuse options."""
+    assert not PretrainArguments(output="x", compile=0, mask_documents=0).compile
+    with pytest.raises(UserError, match="batch_size=False must be positive"):
+        PretrainArguments(output="x", batch_size=False)
+    with pytest.raises(UserError, match=r"optimizer=0 must be one of \('adamw', 'muon'\)"):
+        PretrainArguments(output="x", optimizer=0)
+    with pytest.raises(TypeError, match="'str' and 'int'"):
+        PretrainArguments(output="x", log_every="10")
 
 
 def test_a_recipe_may_say_what_a_dry_run_is_about(tmp_path: Path):
