@@ -43,12 +43,13 @@ def test_other_heads_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
 
 
-def test_a_variant_of_rope_that_the_result_lacks_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rotary_parameters_that_lack_something_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_encoder_parent("modernbert").save_pretrained(tmp_path / "parent")
-    scaled = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    scaled = {"rope_type": "linear", "rope_theta": 1e4}
     edit_config(tmp_path / "parent", rope_parameters={"full_attention": scaled, "sliding_attention": scaled})
     line = refusal(capsys, "modernbert", tmp_path / "parent", tmp_path / "ours")
-    assert "the result cannot be what config.json and the options ask for: rope_parameters: rope_type of" in line
+    reason = "rope_parameters of rope_type 'linear' lack ['factor']"
+    assert f"the result cannot be what config.json and the options ask for: {reason}" in line
 
 
 def test_without_a_class_name_it_predicts_masked_tokens(tmp_path: Path) -> None:
