@@ -16,7 +16,7 @@ from ..study_runs import Result, StudyRuns, chosen
 from .arguments import QUICK_STEPS, MechanismsArguments
 from .arms import ARMS, FIRST
 from .figures import draw_solved
-from .plan import PRESETS, Cell, Preset, Run, measured_runs, tuning_runs
+from .plan import PRESETS, Cell, Preset, Run
 from .record import Record, make_record, with_tests
 from .table import table
 from .training import definition, run_one
@@ -102,10 +102,14 @@ class Study:
         return {**settings, "refused": refused, "chosen": rates}
 
     def _tuning(self, cells: Sequence[Cell]) -> list[Run]:
-        return list(tuning_runs(cells, self.arguments.tuning_seed, self.arguments.learning_rates))
+        """The runs by which each arm gets its learning rate at a place; none if there is nothing to choose."""
+        seed, rates = self.arguments.tuning_seed, self.arguments.learning_rates
+        return [_run(cell, seed, rate) for cell in cells for rate in rates] if len(rates) > 1 else []
 
     def _measured(self, cells: Sequence[Cell]) -> list[Run]:
-        return list(measured_runs(cells, self.arguments.seeds, self._rates(cells)))
+        """The runs that count, all arms of a seed before the next seed, so that an unfinished study is balanced."""
+        rates = self._rates(cells)  # a cell without a rate has no runs yet
+        return [_run(cell, seed, rates[cell]) for seed in self.arguments.seeds for cell in cells if cell in rates]
 
     def _rates(self, cells: Sequence[Cell]) -> dict[Cell, float]:
         """The best learning rate of each arm at each place where all have been tried, or the only one."""
@@ -118,6 +122,11 @@ class Study:
 def device_of(arguments: MechanismsArguments) -> str:
     """Where models are trained: the GPU preset's on a GPU if there is one."""
     return "cuda" if arguments.preset == "gpu" and torch.cuda.is_available() else "cpu"
+
+
+def _run(cell: Cell, seed: int, rate: float) -> Run:
+    (task, layers, heads), arm = cell
+    return Run(task, arm, layers, heads, seed, rate)
 
 
 def _describe(result: Result) -> str:

@@ -1,6 +1,6 @@
 """The runs of the study: presets, and the key that names a run and its file."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .arms import Size
@@ -68,21 +68,3 @@ class Run:
     def file_name(self) -> str:
         sizes = f"{self.layers}-layers-{self.heads}-heads"
         return f"{self.task}/{self.arm}-{sizes}-seed-{self.seed}-{self.learning_rate:g}.json"
-
-
-def tuning_runs(cells: Sequence[Cell], seed: int, rates: Sequence[float]) -> Iterator[Run]:
-    """The runs by which each arm gets its learning rate at a place; none if there is nothing to choose."""
-    for (task, layers, heads), arm in cells if len(rates) > 1 else ():
-        yield from (Run(task, arm, layers, heads, seed, rate) for rate in rates)
-
-
-def measured_runs(cells: Sequence[Cell], seeds: Sequence[int], rates: Mapping[Cell, float]) -> Iterator[Run]:
-    """The runs that count, all arms of a seed before the next seed, so that an unfinished study is balanced.
-
-    Args:
-        rates: the learning rate of each cell; one without a rate has no runs yet.
-    """
-    for seed in seeds:
-        for cell in [cell for cell in cells if cell in rates]:
-            (task, layers, heads), arm = cell
-            yield Run(task, arm, layers, heads, seed, rates[cell])
