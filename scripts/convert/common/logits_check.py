@@ -1,32 +1,15 @@
 """Comparing the logits of a converted model with those that the official formulas give."""
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from ...common.errors import UserError
 from ...common.rounding import NOISE_MULTIPLE, largest, rounding_error
 
 
-@dataclass(frozen=True)
-class LogitsCheck:
-    """The largest difference of logits on a probe, and what rounding explains."""
-
-    tokens: int
-    difference: float
-    noise: float
-    limit: float
-
-    def describe(self, how: str = "") -> str:
-        """The outcome in one line; `how` says how the tokens were given to the models."""
-        return (
-            f"{self.tokens} tokens{how}: logits differ by {self.difference:.1e} from the official formulas "
-            f"(float32 rounding {self.noise:.1e}, limit {self.limit:.1e})"
-        )
-
-
-def compare(observed: Tensor, exact: Tensor, rounded: Tensor) -> LogitsCheck:
+def compare(observed: Tensor, exact: Tensor, rounded: Tensor, how: str = "") -> str:
     """Compares logits `[T, V]` with the exact ones, given what the same formulas give in float32.
+
+    Returns the outcome in one line; `how` says how the tokens were given to the models.
 
     Raises:
         UserError: they differ by more than rounding, or are not finite.
@@ -43,4 +26,7 @@ def compare(observed: Tensor, exact: Tensor, rounded: Tensor) -> LogitsCheck:
             f"the converted model's logits differ from the official formulas by {difference:.1e}; rounding explains "
             f"{limit:.1e}. Nothing was written"
         )
-    return LogitsCheck(len(exact), difference, noise, limit)
+    return (
+        f"{len(exact)} tokens{how}: logits differ by {difference:.1e} from the official formulas "
+        f"(float32 rounding {noise:.1e}, limit {limit:.1e})"
+    )

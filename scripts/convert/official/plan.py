@@ -54,7 +54,7 @@ class Conversion(ConversionPlan):
             prefer_merged=self.arguments.prefer_merged,
             keep_static=self.arguments.static == "keep",
         )
-        return verify_logits(ours, self.dtype, model).describe()
+        return verify_logits(ours, self.dtype, model)
 
     def describe_source(self) -> str:
         return (

@@ -5,14 +5,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..common.logits_check import LogitsCheck, compare
+from ..common.logits_check import compare
 from ..common.model_loading import load_converted
 from ..common.probe import FLOAT64_MAPS, PROBE_WITHOUT_WINDOW, affordable_tokens, longest_within_memory, random_ids
 from .reference import OfficialModel
 
 
-def verify_logits(folder: Path, dtype: torch.dtype, official: OfficialModel) -> LogitsCheck:
+def verify_logits(folder: Path, dtype: torch.dtype, official: OfficialModel) -> str:
     """Loads our model in `folder` with weights rounded to `dtype`, and compares its logits with the official ones.
+
+    Returns the outcome in one line.
 
     Raises:
         UserError: it does not load or needs more memory than there is, or logits differ by more than rounding.

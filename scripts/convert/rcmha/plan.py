@@ -39,12 +39,6 @@ class RCMHAConversion(ConversionPlan):
     config: RCMHAConfig
     effect: float | None = None
 
-    @property
-    def parameters(self) -> tuple[int, int]:
-        """How many elements are read, and how many are written."""
-        written = written_shapes(self.steps, self.source.shapes)
-        return self.source.elements, count_elements(written.values())
-
     def write_config(self, folder: Path) -> Iterable[str]:
         if not self.arguments.reverse:
             return write_ours(folder, self.config, self.dtype)
@@ -54,8 +48,8 @@ class RCMHAConversion(ConversionPlan):
     def verify(self, written: Path) -> str:
         ours, theirs = self.our_and_foreign_side(written)
         official = OfficialRCMHA(self.official, lambda key: theirs.read(key).to(self.dtype))
-        check, self.effect = verify_segments(ours, self.dtype, self.config, official)
-        return check.describe(" in segments with memory")
+        outcome, self.effect = verify_segments(ours, self.dtype, self.config, official)
+        return outcome
 
     def describe_source(self) -> str:
         return (
@@ -66,8 +60,8 @@ class RCMHAConversion(ConversionPlan):
     def details(self) -> Iterator[tuple[str, str]]:
         if self.official.is_relative:
             yield "positions", self._describe_tables()
-        before, after = self.parameters
-        yield "parameters", f"{before:,} before, {after:,} after"
+        after = count_elements(written_shapes(self.steps, self.source.shapes).values())
+        yield "parameters", f"{self.source.elements:,} before, {after:,} after"
         if self.config.memory_type == "streaming":
             yield "memory", self._describe_streaming()
 

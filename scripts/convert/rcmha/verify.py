@@ -11,7 +11,7 @@ from dynattn import RCMHAConfig
 from dynattn.modeling.caches.names import named_cache
 
 from ...common.rounding import largest
-from ..common.logits_check import LogitsCheck, compare
+from ..common.logits_check import compare
 from ..common.model_loading import load_converted
 from ..common.probe import FLOAT64_MAPS, affordable_tokens, longest_within_memory, random_ids
 from .config import OfficialRCMHAConfig
@@ -23,7 +23,7 @@ SEGMENT = 64
 
 def verify_segments(
     folder: Path, dtype: torch.dtype, config: RCMHAConfig, official: OfficialRCMHA
-) -> tuple[LogitsCheck, float | None]:
+) -> tuple[str, float | None]:
     """Compares our model in `folder`, run with memory by segments as the official code is, with the official logits.
 
     Args:
@@ -33,7 +33,7 @@ def verify_segments(
         official: the formulas.
 
     Returns:
-        The comparison, and for a streaming model by how much its logits differ when its memory streams.
+        The outcome in one line, and for a streaming model by how much its logits differ when its memory streams.
 
     Raises:
         UserError: it does not load or needs more memory than there is, or logits differ by more than rounding.
@@ -44,14 +44,15 @@ def verify_segments(
     segments = list(probe(official.config, twin.max_position_embeddings, parameters))
     observed = segment_logits(model, segments)
     del model
-    check = compare(observed, official.logits(segments, torch.float64), official.logits(segments, torch.float32))
+    exact, rounded = (official.logits(segments, precision) for precision in (torch.float64, torch.float32))
+    outcome = compare(observed, exact, rounded, " in segments with memory")
     if twin is config:
-        return check, None
+        return outcome, None
     # Without position tables nothing bounds what a segment and its memory have together.
     reach = official.config.P if config.is_relative else official.config.mem_len + SEGMENT
     segments = list(probe(official.config, max(reach, twin.max_position_embeddings), parameters))
     effect = segment_logits(load_converted(folder, dtype), segments) - official.logits(segments, torch.float32)
-    return check, largest(effect)
+    return outcome, largest(effect)
 
 
 def by_segments(config: RCMHAConfig) -> RCMHAConfig:
