@@ -43,12 +43,12 @@ def test_other_heads_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
 
 
-def test_rotary_parameters_that_lack_something_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rotary_parameters_out_of_range_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_encoder_parent("modernbert").save_pretrained(tmp_path / "parent")
-    scaled = {"rope_type": "linear", "rope_theta": 1e4}
-    edit_config(tmp_path / "parent", rope_parameters={"full_attention": scaled, "sliding_attention": scaled})
+    flat = {"rope_type": "default", "rope_theta": 0.0}
+    edit_config(tmp_path / "parent", rope_parameters={"full_attention": flat, "sliding_attention": flat})
     line = refusal(capsys, "modernbert", tmp_path / "parent", tmp_path / "ours")
-    reason = "rope_parameters of rope_type 'linear' lack ['factor']"
+    reason = "rope_parameters: rope_theta (0.0) must be greater than 0"
     assert f"the result cannot be what config.json and the options ask for: {reason}" in line
 
 
