@@ -258,7 +258,7 @@ def test_a_learned_bias_is_trained_by_all_layers_and_starts_as_that_of_t5() -> N
     model(IDS, labels=IDS).loss.backward()
     torch.testing.assert_close(table.grad, expected)
     model.gradient_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(ValueError, match="use_reentrant=True, .* cannot differentiate"):
+    with pytest.raises(ValueError, match=r"use_reentrant=True, .* cannot differentiate"):
         model(IDS, labels=IDS)
 
 
