@@ -36,7 +36,7 @@ from dynattn.scripts.pretrain.dry_run.estimates import (
     possible_engines,
 )
 from dynattn.scripts.pretrain.dry_run.hardware import GPUS, parse_cluster
-from dynattn.scripts.pretrain.dry_run.memory import EngineMemory, Rehearsal, engine_memory, rehearse
+from dynattn.scripts.pretrain.dry_run.memory import EngineMemory, Peaks, Rehearsal, engine_memory, rehearse
 from dynattn.scripts.pretrain.main import RECIPES, main
 
 RECORDS = Path(__file__).parents[4] / "model_cards" / "records"
@@ -145,7 +145,7 @@ def test_checkpointing_and_sharding_need_less():
 
 
 def test_a_single_process_of_any_engine_needs_the_same():
-    passes = Rehearsal(weights=100, largest_layer=10, peak=150, activations=50, activations_in_shards=40)
+    passes = Rehearsal(weights=100, largest_layer=10, casts=15, first=Peaks(150, 0, 0), second=Peaks(30, 40, 35))
     needed = {engine_memory(name, passes, 1, 1, bf16=True, optimizer=200) for name in ENGINES}
     assert needed == {EngineMemory(weights=100, gradients=100, optimizer=200, buffers=0, activations=50)}
 
