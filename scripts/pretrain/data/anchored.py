@@ -9,10 +9,11 @@ from dynattn.modeling.ops.chunked_loss import IGNORED
 
 from ...common.errors import UserError
 from .packing import PackedSequences
+from .sequences import Sequences
 from .token_stream import TokenStream
 
 
-class AnchoredSequences(PackedSequences):
+class AnchoredSequences(Sequences):
     """Windows of a token stream, each behind an anchor: a start token that all documents of the window share.
 
     Each document of the stream begins with a start token. In a window these tokens have position 0, and attention stays
@@ -35,19 +36,25 @@ class AnchoredSequences(PackedSequences):
                 f"packing=anchor shares the start token {anchor}, and document {others[0]} of {name} begins with token "
                 f"{stream.tokens[stream.starts[others[0]]]}; choose another packing"
             )
-        super().__init__(stream, length - 1, pad=pad, mask_documents=False, score_all=score_all)
-        self.length, self.anchor = length, anchor
+        self.windows = PackedSequences(stream, length - 1, pad=pad, mask_documents=False, score_all=score_all)
+        self.length, self.anchor, self.text_bytes = length, anchor, stream.text_bytes
+
+    def __len__(self) -> int:
+        return len(self.windows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Sequence `index`: `input_ids`, `labels` and `position_ids`, each `[T]`."""
-        window = super().__getitem__(index)
+        window = self.windows[index]
         input_ids = pad(window["input_ids"], (1, 0), value=self.anchor)
         labels = pad(window["labels"], (1, 0), value=IGNORED)
         labels[1] = IGNORED
-        begin = index * self.stride
+        begin = index * self.windows.stride
         position_ids = torch.arange(self.length)
-        position_ids[1 + self.stream.starts_between(begin, begin + self.window)] = 0
+        position_ids[1 + self.windows.stream.starts_between(begin, begin + self.length - 1)] = 0
         return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
 
+    def documents(self, index: int) -> list[str]:
+        return self.windows.documents(index)
+
     def describe(self) -> str:
-        return f"{super().describe()}, each behind an anchor"
+        return f"{self.windows.describe()}, each behind an anchor"

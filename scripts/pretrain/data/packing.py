@@ -25,8 +25,7 @@ class PackedSequences(Sequences):
 
     def __init__(self, stream: TokenStream, length: int, *, pad: int, mask_documents: bool, score_all: bool) -> None:
         self.stream, self.length, self.pad, self.mask_documents = stream, length, pad, mask_documents
-        # A subclass may make its items longer than what is read of the stream.
-        self.window, self.text_bytes = length, stream.text_bytes
+        self.text_bytes = stream.text_bytes
         tokens = len(stream.tokens)
         self.stride = length - 1 if score_all else length
         self.count = -(-(tokens - 1) // self.stride) if score_all else tokens // length
@@ -39,32 +38,32 @@ class PackedSequences(Sequences):
         if not 0 <= index < self.count:
             raise IndexError(index)
         begin = index * self.stride
-        input_ids, labels = self.stream.read(begin, begin + self.window)
-        padding = (0, self.window - len(input_ids))
+        input_ids, labels = self.stream.read(begin, begin + self.length)
+        padding = (0, self.length - len(input_ids))
         item = {
             "input_ids": np.pad(input_ids, padding, constant_values=self.pad),
             "labels": np.pad(labels, padding, constant_values=IGNORED),
         }
         if self.mask_documents:
-            starts = self.stream.starts_between(begin, begin + self.window)
-            item["position_ids"] = restarting_positions(starts, self.window)
+            starts = self.stream.starts_between(begin, begin + self.length)
+            item["position_ids"] = restarting_positions(starts, self.length)
         return as_item(item)
 
     def documents(self, index: int) -> list[str]:
         begin = index * self.stride
-        end = min(begin + self.window, len(self.stream.tokens))
+        end = min(begin + self.length, len(self.stream.tokens))
         return [f"document {number}" for number in self.stream.documents_between(begin, end)]
 
     def describe(self) -> str:
         return (
-            f"{self.stream.describe()}, {self.count:,} sequences of {self.window} ({self.unused_tokens} tokens at the "
+            f"{self.stream.describe()}, {self.count:,} sequences of {self.length} ({self.unused_tokens} tokens at the "
             "end fill none and are left out)"
         )
 
     @property
     def unused_tokens(self) -> int:
         """Tokens at the end of the stream that no window holds."""
-        return max(0, len(self.stream.tokens) - (self.count - 1) * self.stride - self.window)
+        return max(0, len(self.stream.tokens) - (self.count - 1) * self.stride - self.length)
 
 
 class BestFitSequences(Sequences):
