@@ -24,7 +24,14 @@ from .schedule import build_schedule
 
 
 class Plan:
-    """Data, model and schedule of a run, and the fingerprint that shows whether a checkpoint is of the same run."""
+    """Data, model and schedule of a run, and the fingerprint that shows whether a checkpoint is of the same run.
+
+    Attributes:
+        order: which of `train_sequences` each update reads.
+        memory: the hidden states that a run carries from each sequence to the next; empty if it carries none.
+        lengths: the length of the sequences of each update, which may grow at first.
+        positions: draws positions at random; None if tokens have their own.
+    """
 
     def __init__(
         self, engine: Engine, arguments: PretrainArguments, run: RunFolder, source: Source, resume_from: Path | None

@@ -81,8 +81,8 @@ def relative_attention(
         sliding_window: a query sees only keys that are fewer places away than this; with causality this many, itself
             included.
         offset: position of the first query among the keys, default `S - T`. Another one is needed for a preallocated
-            cache, in which `is_causal` hides the keys after the last query. The checks do not
-            read one in a tensor, and then want tables with a row for each of the `S` keys, or for those of the window.
+            cache, in which `is_causal` hides the keys after the last query. The checks do not read one in a
+            tensor, and then want tables with a row for each of the `S` keys, or for those of the window.
         dropout: probability of dropping an attention probability, from 0 to 1.
         later_rows: how many rows of the tables, from the first on, belong to later keys. Without causality tables need
             them.
