@@ -19,9 +19,9 @@
 typedef struct {
     float *query;                    /* [items, heads, queries, width], which the pass writes */
     float *key, *value;              /* [items, kv_heads, blocks, BLOCK_KEYS, padded_width] */
-    float *pre_query, *post_query;   /* [items, queries, terms, heads], which the pass writes */
-    float *pre_key, *post_key;       /* [items, blocks, terms, heads, BLOCK_KEYS] */
-    float *pre_matrix, *post_matrix; /* [items, blocks, heads in, heads out] */
+    float *query_terms[STAGES];      /* [items, queries, terms, heads], which the pass writes */
+    float *key_terms[STAGES];        /* [items, blocks, terms, heads, BLOCK_KEYS] */
+    float *matrices[STAGES];         /* [items, blocks, heads in, heads out] */
     float *bias, *gain;              /* [items, heads, table_length] */
 } gradients;
 
@@ -29,19 +29,19 @@ typedef struct {
 static gradients gradients_from(const gradients *whole, long item, const problem *given) {
     long heads = given->heads, keys = given->kv_heads * blocks_of(given) * BLOCK_KEYS * padded_width(given);
     long size = sizeof(float), matrix = blocks_of(given) * heads * heads, table = heads * given->table_length;
-    return (gradients){
+    gradients part = {
         .query = address(whole->query, item * heads * given->queries * given->width, size),
         .key = address(whole->key, item * keys, size),
         .value = address(whole->value, item * keys, size),
-        .pre_query = address(whole->pre_query, item * given->queries * given->pre.query.terms * heads, size),
-        .post_query = address(whole->post_query, item * given->queries * given->post.query.terms * heads, size),
-        .pre_key = address(whole->pre_key, item * blocks_of(given) * key_terms_size(given, &given->pre), size),
-        .post_key = address(whole->post_key, item * blocks_of(given) * key_terms_size(given, &given->post), size),
-        .pre_matrix = address(whole->pre_matrix, item * matrix, size),
-        .post_matrix = address(whole->post_matrix, item * matrix, size),
         .bias = address(whole->bias, item * table, size),
         .gain = address(whole->gain, item * table, size),
     };
+    for (int p = PRE; p < STAGES; p++) {
+        part.query_terms[p] = address(whole->query_terms[p], item * given->queries * query_terms_size(given, p), size);
+        part.key_terms[p] = address(whole->key_terms[p], item * blocks_of(given) * key_terms_size(given, p), size);
+        part.matrices[p] = address(whole->matrices[p], item * matrix, size);
+    }
+    return part;
 }
 
 /* A chunk in the backward pass. */
@@ -51,7 +51,7 @@ typedef struct {
     float *grad_out;                           /* [heads, rows, row_slots] */
     float *query_tokens, *grad_out_tokens;     /* both as [heads, slots of rows, padded_width] */
     float *sums;                               /* [blocks, heads, MAX_CHUNK], see `sum_gradients` */
-    float *pre_query_parts, *post_query_parts; /* [blocks, rows, terms, heads], what each block adds to the gradients */
+    float *query_parts[STAGES];                /* [blocks, rows, terms, heads], what each block adds to the gradients */
     float *bias_parts, *gain_parts;            /* [blocks, heads, STRIP], the same for tables */
 } backward_chunk;
 
@@ -76,14 +76,14 @@ static backward_chunk place_backward_chunk(const problem *given, packed_keys pac
     long rows = given->heads * given->chunk, tiles = blocks * rows * BLOCK_KEYS;
     backward_chunk new = {.of = place_chunk(given, packed, blocks, item, first, next)};
     new.probs = take(next, tiles), new.grad = take(next, tiles);
-    new.scores = given->pre.compose || given->pre.matrix ? take(next, tiles) : new.probs;
+    new.scores = given->stages[PRE].compose || given->stages[PRE].matrix ? take(next, tiles) : new.probs;
     new.grad_out = take(next, rows * row_slots(given));
     /* Without pairs a slot is an element, and the rows have this layout already. */
     new.query_tokens = takes_pairs(given) ? take(next, rows / 2 * padded_width(given)) : new.of.query;
     new.grad_out_tokens = takes_pairs(given) ? take(next, rows / 2 * padded_width(given)) : new.grad_out;
     new.sums = take(next, blocks * given->heads * MAX_CHUNK);
-    new.pre_query_parts = take(next, blocks * rows * given->pre.query.terms);
-    new.post_query_parts = take(next, blocks * rows * given->post.query.terms);
+    for (int p = PRE; p < STAGES; p++)
+        new.query_parts[p] = take(next, blocks * given->chunk * query_terms_size(given, p));
     new.bias_parts = take(next, given->bias ? blocks * given->heads * STRIP : 0);
     new.gain_parts = take(next, given->gain ? blocks * given->heads * STRIP : 0);
     return new;
@@ -151,28 +151,26 @@ static void add_matrix_gradient(const chunk *of, float *sums, float *maps, float
             }
 }
 
-/* Turns `grad` from the gradient of a stage's result into that of `maps`, in place. Writes what the block adds to the
-   gradients of the queries' terms, and adds to those of the keys' terms and the static matrix. */
-static void stage_backward(const chunk *of, float *grad, float *maps, const stage *by, const float *query,
-                           const float *keys, float *query_parts, float *key_sums, float *matrix_sums, float *mixed,
-                           long block) {
-    long query_size = by->query.terms * of->given->heads, index = block_index(of, block);
-    if (query_size) {
-        query_parts += (block - of->begin_block) * of->rows * query_size;
-        memset(query_parts, 0, sizeof(float) * of->rows * query_size);
-    }
-    if (by->matrix)
-        add_matrix_gradient(of, matrix_sums + index * of->given->heads * of->given->heads, maps, grad, block);
+/* Turns `grad` from the gradient of the result of stage `p` into that of `maps`, in place. Writes what the block adds
+   to the gradients of the queries' terms, and adds to those of the keys' terms and the static matrix. */
+static void stage_backward(const backward_chunk *part, const gradients *to, float *grad, float *maps, int p,
+                           float *mixed, long block) {
+    const chunk *of = &part->of;
+    const stage *by = &of->given->stages[p];
+    long heads = of->given->heads, index = block_index(of, block), query_size = query_terms_size(of->given, p);
+    long key_terms = index * key_terms_size(of->given, p);
+    float *query_parts = part->query_parts[p] + (block - of->begin_block) * of->rows * query_size;
+    memset(query_parts, 0, sizeof(float) * of->rows * query_size);
+    if (by->matrix) add_matrix_gradient(of, to->matrices[p] + index * heads * heads, maps, grad, block);
     EACH_PATCH(whole, of, block)
         for (long row = 0; row < whole.rows;) {
             patch at = next_part(whole, by, &row);
             map_view up = tile_view(of, grad, at.first);
             map_view base = mixed_part(mixed, of, up, by->transposed, at);
             if (by->differentiate)
-                by->differentiate(up, tile_view(of, maps, at.first), base, query + at.first * query_size,
-                                  keys + index * key_terms_size(of->given, by), query_parts + at.first * query_size,
-                                  key_sums + index * key_terms_size(of->given, by), at.rows, at.keys.begin,
-                                  at.keys.end);
+                by->differentiate(up, tile_view(of, maps, at.first), base, of->query_terms[p] + at.first * query_size,
+                                  of->packed.key_terms[p] + key_terms, query_parts + at.first * query_size,
+                                  to->key_terms[p] + key_terms, at.rows, at.keys.begin, at.keys.end);
             else if (by->matrix)
                 copy_maps(of, up, base, at);
         }
@@ -198,7 +196,7 @@ static void repeat_scores(const void *context, long index, long thread) {
     float *scores = tile_of(part, part->scores, block), *probs = tile_of(part, part->probs, block);
     multiply_columns(&part->of, scores, part->of.query, pass->packed.key_columns, part->of.score_factor, block);
     add_bias(&part->of, scores, 1, block);
-    compose_scores(&part->of, probs, scores, scratch_of(pass, thread), block);
+    compose_tile(&part->of, probs, scores, PRE, scratch_of(pass, thread), block);
     add_bias(&part->of, probs, 0, block);
     exponentiate(&part->of, probs, block);
 }
@@ -216,15 +214,14 @@ static void differentiate_probs(const void *context, long index, long thread) {
     float *mixed = scratch_of(pass, thread), *composed = mixed + mixed_size(pass->given);
     float *probs = tile_of(part, part->probs, block), *grad = tile_of(part, part->grad, block);
     float *gained = pass->given->gain ? composed + pass->given->heads * pass->given->chunk * BLOCK_KEYS : probs;
-    const stage *post = &pass->given->post;
+    const stage *post = &pass->given->stages[POST];
     normalize(of, probs, block);
     multiply_gain(of, gained, probs, block);
     if (!post->compose && !post->matrix) composed = gained;
-    compose_probs(of, composed, gained, mixed, block);
+    compose_tile(of, composed, gained, POST, mixed, block);
     add_products(of, pass->to.value, composed, part->grad_out_tokens, 1, block);
     multiply_columns(of, grad, part->grad_out, pass->packed.value_columns, 1, block);
-    stage_backward(of, grad, gained, post, of->post_query, pass->packed.post_key, part->post_query_parts,
-                   pass->to.post_key, pass->to.post_matrix, mixed, block);
+    stage_backward(part, &pass->to, grad, gained, POST, mixed, block);
     if (pass->given->gain) sum_by_distance(of, part->gain_parts, grad, probs, block);
     multiply_gain(of, grad, grad, block);
     sum_gradients(of, part->sums, grad, probs, block);
@@ -242,18 +239,18 @@ static void differentiate_scores(const void *context, long index, long thread) {
     add_mask_gradient(of, grad, block);
     int sums_bias = pass->given->bias != 0, composes_bias = pass->given->composes_bias;
     if (sums_bias && !composes_bias) sum_by_distance(of, part->bias_parts, grad, 0, block);
-    stage_backward(of, grad, tile_of(part, part->scores, block), &pass->given->pre, of->pre_query,
-                   pass->packed.pre_key, part->pre_query_parts, pass->to.pre_key, pass->to.pre_matrix,
-                   scratch_of(pass, thread), block);
+    stage_backward(part, &pass->to, grad, tile_of(part, part->scores, block), PRE, scratch_of(pass, thread), block);
     if (sums_bias && composes_bias) sum_by_distance(of, part->bias_parts, grad, 0, block);
     add_products(of, pass->to.key, grad, part->query_tokens, of->score_factor, block);
 }
 
-/* Writes the gradients of the terms of a chunk's queries to `out`: the sums of the parts that its blocks wrote. `size`
-   is the number of elements of one query's terms. */
-static void join_query_terms(const chunk *of, float *out, const float *parts, long size) {
+/* Writes the gradients of a stage's terms of a chunk's queries: the sums of the parts that its blocks wrote. */
+static void join_query_terms(const backward_chunk *part, const gradients *to, int p) {
+    const chunk *of = &part->of;
+    const float *parts = part->query_parts[p];
+    long size = query_terms_size(of->given, p);
     if (!size) return;
-    out += (of->item * of->given->queries + of->first) * size;
+    float *out = to->query_terms[p] + (of->item * of->given->queries + of->first) * size;
     memset(out, 0, sizeof(float) * of->queries * size);
     for (long block = of->begin_block; block < of->end_block; block++, parts += of->rows * size)
         for (long i = 0; i < of->queries * size; i++) out[i] += parts[i];
@@ -284,15 +281,7 @@ static void differentiate_queries(const void *context, long index, long thread) 
                 out[t * width + d] * pass->scaling;
     if (given->bias) join_strips(of, pass->to.bias, part->bias_parts, h);
     if (given->gain) join_strips(of, pass->to.gain, part->gain_parts, h);
-    if (h) return;
-    join_query_terms(of, pass->to.pre_query, part->pre_query_parts, given->pre.query.terms * given->heads);
-    join_query_terms(of, pass->to.post_query, part->post_query_parts, given->post.query.terms * given->heads);
-}
-
-static void pack_for_backward(const void *context, long index, long thread) {
-    const backward_pass *pass = context;
-    (void)thread;
-    pack_block(pass->given, pass->packed, index);
+    for (int p = PRE; p < STAGES && h == 0; p++) join_query_terms(part, &pass->to, p);
 }
 
 /* Begins the next chunk of every item. This and `join_...` below are too little work to wake threads for. */

@@ -30,7 +30,7 @@ typedef struct {
     long begin_block, end_block;
     float *query;                  /* [heads, rows, row_slots]; scaled, but not in pairs of bfloat16, which it would round */
     float score_factor;            /* scores are the products of `query` and keys times this: 1, or the scaling */
-    float *pre_query, *post_query; /* [rows, terms, heads] */
+    float *query_terms[STAGES];    /* [rows, terms, heads] */
     float *maxima, *sums;          /* [blocks, heads, MAX_CHUNK]: of the scores of each tile, and their exponentials */
 } chunk;
 
@@ -154,8 +154,7 @@ static chunk place_chunk(const problem *given, packed_keys packed, long most_blo
     span blocks = find_blocks(given, item, first, new.rows, new.seen);
     new.begin_block = blocks.begin, new.end_block = blocks.end;
     new.query = take(next, given->heads * given->chunk * row_slots(given));
-    new.pre_query = take(next, given->chunk * given->pre.query.terms * given->heads);
-    new.post_query = take(next, given->chunk * given->post.query.terms * given->heads);
+    for (int p = PRE; p < STAGES; p++) new.query_terms[p] = take(next, given->chunk * query_terms_size(given, p));
     new.maxima = take(next, most_blocks * given->heads * MAX_CHUNK);
     new.sums = take(next, most_blocks * given->heads * MAX_CHUNK);
     return new;
@@ -167,8 +166,7 @@ static void read_queries(chunk *of, float scaling) {
     of->score_factor = takes_pairs(of->given) ? scaling : 1;
     if (!takes_pairs(of->given))
         for (long i = 0; i < of->given->heads * of->rows * row_slots(of->given); i++) of->query[i] *= scaling;
-    read_query_terms(of->pre_query, &of->given->pre.query, of);
-    read_query_terms(of->post_query, &of->given->post.query, of);
+    for (int p = PRE; p < STAGES; p++) read_query_terms(of->query_terms[p], &of->given->stages[p].query, of);
 }
 
 /* tile = factor * rows * columns, for `rows` [heads, rows, row_slots] of queries or output gradients and the packed
@@ -220,7 +218,7 @@ static void copy_maps(const chunk *of, map_view to, map_view from, patch at) {
 
 /* How many elements of scratch memory `compose_tile` and `stage_backward` need. */
 INLINE long mixed_size(const problem *given) {
-    return given->pre.matrix || given->post.matrix ? PART_QUERIES * even_heads(given) * BLOCK_KEYS : 0;
+    return given->stages[PRE].matrix || given->stages[POST].matrix ? PART_QUERIES * even_heads(given) * BLOCK_KEYS : 0;
 }
 
 /* The rows of a patch, from `*row` on, that are composed at a time; `*row` is advanced past them. */
@@ -238,9 +236,10 @@ static map_view mixed_part(float *mixed, const chunk *of, map_view maps, const f
     return (map_view){mixed, BLOCK_KEYS, even_heads(of->given) * BLOCK_KEYS};
 }
 
-/* Writes the composition of `tile` to `out`, which may be `tile`. */
-static void compose_tile(const chunk *of, float *out, float *tile, const stage *by, const float *query,
-                         const float *keys, float *mixed, long block) {
+/* Writes the composition of `tile` by stage `p` to `out`, which may be `tile`. */
+static void compose_tile(const chunk *of, float *out, float *tile, int p, float *mixed, long block) {
+    const stage *by = &of->given->stages[p];
+    const float *keys = of->packed.key_terms[p] + block_index(of, block) * key_terms_size(of->given, p);
     if (!by->compose && !by->matrix && out == tile) return;
     EACH_PATCH(whole, of, block)
         for (long row = 0; row < whole.rows;) {
@@ -248,20 +247,11 @@ static void compose_tile(const chunk *of, float *out, float *tile, const stage *
             map_view to = tile_view(of, out, at.first), maps = tile_view(of, tile, at.first);
             map_view base = mixed_part(mixed, of, maps, by->matrix, at);
             if (by->compose)
-                by->compose(to, maps, base, query + at.first * by->query.terms * of->given->heads,
-                            keys + block_index(of, block) * key_terms_size(of->given, by), at.rows, at.keys.begin,
-                            at.keys.end);
+                by->compose(to, maps, base, of->query_terms[p] + at.first * query_terms_size(of->given, p), keys,
+                            at.rows, at.keys.begin, at.keys.end);
             else
                 copy_maps(of, to, base, at);
         }
-}
-
-static void compose_scores(const chunk *of, float *out, float *tile, float *mixed, long block) {
-    compose_tile(of, out, tile, &of->given->pre, of->pre_query, of->packed.pre_key, mixed, block);
-}
-
-static void compose_probs(const chunk *of, float *out, float *tile, float *mixed, long block) {
-    compose_tile(of, out, tile, &of->given->post, of->post_query, of->packed.post_key, mixed, block);
 }
 
 #endif

@@ -24,12 +24,6 @@ typedef struct {
     float scaling;
 } forward_pass;
 
-static void pack_for_forward(const void *context, long index, long thread) {
-    const forward_pass *pass = context;
-    (void)thread;
-    pack_block(pass->given, pass->packed, index);
-}
-
 /* Adds the product of a tile of composed probabilities and the values of its block to `out` [heads, rows,
    padded_width]. */
 static void add_values(const chunk *of, float *out, float *tile, long block) {
@@ -61,7 +55,7 @@ static void attend_chunk(const void *context, long index, long thread) {
         float *tile = next + (block - of.begin_block) * tile_size(&of);
         multiply_columns(&of, tile, of.query, of.packed.key_columns, of.score_factor, block);
         add_bias(&of, tile, 1, block);
-        compose_scores(&of, tile, tile, mixed, block);
+        compose_tile(&of, tile, tile, PRE, mixed, block);
         add_bias(&of, tile, 0, block);
         exponentiate(&of, tile, block);
     }
@@ -70,7 +64,7 @@ static void attend_chunk(const void *context, long index, long thread) {
         float *tile = next + (block - of.begin_block) * tile_size(&of);
         normalize(&of, tile, block);
         multiply_gain(&of, tile, tile, block);
-        compose_probs(&of, tile, tile, mixed, block);
+        compose_tile(&of, tile, tile, POST, mixed, block);
         add_values(&of, out, tile, block);
     }
     for (long t = 0; t < of.queries; t++)
@@ -110,7 +104,7 @@ void forward(float *out, float *memory, const problem *given, float scaling, lon
         forward_pass pass = place_forward(&part, memory);
         pass.out = address(out, first * given->queries * given->heads * given->width, sizeof(float));
         pass.scaling = scaling;
-        for_each_task(pack_for_forward, &pass, part.items * blocks_of(given), threads);
+        for_each_task(pack_block, &pass.packed, part.items * blocks_of(given), threads);
         for_each_task(attend_chunk, &pass, part.items * chunks_of(given), threads);
     }
 }
@@ -143,7 +137,7 @@ long backward_size(const problem *given, long threads) {
 static void differentiate_items(backward_pass *pass, long threads) {
     const problem *given = pass->given;
     long blocks = given->items * pass->most_blocks;
-    for_each_task(pack_for_backward, pass, given->items * blocks_of(given), threads);
+    for_each_task(pack_block, &pass->packed, given->items * blocks_of(given), threads);
     for (pass->first = 0; pass->first < given->queries; pass->first += given->chunk) {
         begin_chunks(pass);
         for_each_task(repeat_scores, pass, blocks, threads);

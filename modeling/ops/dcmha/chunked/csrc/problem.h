@@ -34,6 +34,9 @@ typedef struct {
     differentiate_function *differentiate;
 } stage;
 
+/* The two stages of a call: before and after the softmax. */
+enum { PRE, POST, STAGES };
+
 /* A mask [items, heads, queries, keys]; the stride of a dimension that is broadcast is 0. */
 typedef struct {
     void *data; /* null: all keys are visible */
@@ -42,7 +45,7 @@ typedef struct {
 
 typedef struct {
     heads_tensor query, key, value, grad_out; /* the last is for the backward pass */
-    stage pre, post;
+    stage stages[STAGES];
     mask hiding, mask_sums; /* `mask_sums`: the gradient of `hiding`, to which the backward pass adds, if it has data */
     const long *first_keys; /* [items, queries], the first key that each query sees, or null */
     long items, heads, kv_heads, width, queries, keys;
@@ -77,8 +80,10 @@ static problem items_from(const problem *whole, long first, long count) {
     problem part = *whole;
     part.query = heads_from(whole->query, first), part.key = heads_from(whole->key, first);
     part.value = heads_from(whole->value, first), part.grad_out = heads_from(whole->grad_out, first);
-    part.pre.query = terms_from(whole->pre.query, first), part.pre.key = terms_from(whole->pre.key, first);
-    part.post.query = terms_from(whole->post.query, first), part.post.key = terms_from(whole->post.key, first);
+    for (int p = PRE; p < STAGES; p++) {
+        part.stages[p].query = terms_from(whole->stages[p].query, first);
+        part.stages[p].key = terms_from(whole->stages[p].key, first);
+    }
     part.hiding = mask_from(whole->hiding, first), part.mask_sums = mask_from(whole->mask_sums, first);
     part.first_keys = address(whole->first_keys, first * whole->queries, sizeof(long));
     part.items = smaller(count, whole->items - first);
@@ -98,19 +103,23 @@ INLINE int takes_pairs(const problem *given) {
 /* How many slots `count` elements take in the dimension that a product sums over. */
 INLINE long slots(const problem *given, long count) { return takes_pairs(given) ? (count + 1) / 2 : count; }
 
-/* Packed keys, values and terms: each member has one part for each block of each item, of the shape given here. It is
+/* Packed keys, values and terms: each array has one part for each block of each item, of the shape given here. It is
    null where a pass does not need it. Columns serve products that sum over the width, rows those that sum over keys. */
 typedef struct {
+    const problem *given;
     float *key_columns, *value_columns; /* [kv_heads, slots of width, BLOCK_KEYS] */
     float *key_rows, *value_rows;       /* [kv_heads, slots of BLOCK_KEYS, padded_width] */
-    float *pre_key, *post_key;          /* [terms, heads, BLOCK_KEYS] */
+    float *key_terms[STAGES];           /* [terms, heads, BLOCK_KEYS] */
 } packed_keys;
 
 INLINE long column_size(const problem *given) { return slots(given, given->width) * BLOCK_KEYS; }
 INLINE long row_size(const problem *given) { return slots(given, BLOCK_KEYS) * padded_width(given); }
 INLINE long columns_size(const problem *given) { return given->kv_heads * column_size(given); }
 INLINE long rows_size(const problem *given) { return given->kv_heads * row_size(given); }
-INLINE long key_terms_size(const problem *given, const stage *by) { return by->key.terms * given->heads * BLOCK_KEYS; }
+INLINE long query_terms_size(const problem *given, int p) { return given->stages[p].query.terms * given->heads; }
+INLINE long key_terms_size(const problem *given, int p) {
+    return given->stages[p].key.terms * given->heads * BLOCK_KEYS;
+}
 
 /* Takes `size` elements from the memory at `*next`. The sum is one of integers, because C leaves sums with a null
    pointer, where a dry run begins, undefined. */
@@ -126,15 +135,14 @@ INLINE long taken(const float *next) { return (long)((size_t)next / sizeof(float
 /* Gives the packed keys of a pass room in the memory at `*next`, which is advanced past them. */
 static packed_keys place_packed(const problem *given, float **next, int is_backward) {
     long count = given->items * blocks_of(given);
-    packed_keys packed = {.key_columns = take(next, count * columns_size(given))};
+    packed_keys packed = {.given = given, .key_columns = take(next, count * columns_size(given))};
     if (is_backward) {
         packed.value_columns = take(next, count * columns_size(given));
         packed.key_rows = take(next, count * rows_size(given));
     } else {
         packed.value_rows = take(next, count * rows_size(given));
     }
-    packed.pre_key = take(next, count * key_terms_size(given, &given->pre));
-    packed.post_key = take(next, count * key_terms_size(given, &given->post));
+    for (int p = PRE; p < STAGES; p++) packed.key_terms[p] = take(next, count * key_terms_size(given, p));
     return packed;
 }
 
@@ -206,22 +214,25 @@ static void pack_key_terms(float *to, const terms_tensor *from, long item, long 
         }
 }
 
-/* Packs one block; `index` counts the blocks of all items. */
-static void pack_block(const problem *given, packed_keys packed, long index) {
+/* Task: packs one block of `packed_keys`; `index` counts the blocks of all items. */
+static void pack_block(const void *context, long index, long thread) {
+    const packed_keys *packed = context;
+    const problem *given = packed->given;
+    (void)thread;
     long item = index / blocks_of(given), first = index % blocks_of(given) * BLOCK_KEYS;
     long count = smaller(given->keys - first, BLOCK_KEYS);
     for (long h = 0; h < given->kv_heads; h++) {
         long column = index * columns_size(given) + h * column_size(given);
         long row = index * rows_size(given) + h * row_size(given);
-        pack_columns(packed.key_columns + column, &given->key, item, h, first, count, given);
-        if (packed.value_columns) pack_columns(packed.value_columns + column, &given->value, item, h, first, count, given);
-        if (packed.key_rows) pack_rows(packed.key_rows + row, &given->key, item, h, first, count, given);
-        if (packed.value_rows) pack_rows(packed.value_rows + row, &given->value, item, h, first, count, given);
+        pack_columns(packed->key_columns + column, &given->key, item, h, first, count, given);
+        if (packed->value_columns)
+            pack_columns(packed->value_columns + column, &given->value, item, h, first, count, given);
+        if (packed->key_rows) pack_rows(packed->key_rows + row, &given->key, item, h, first, count, given);
+        if (packed->value_rows) pack_rows(packed->value_rows + row, &given->value, item, h, first, count, given);
     }
-    pack_key_terms(packed.pre_key + index * key_terms_size(given, &given->pre), &given->pre.key, item, first, count,
-                   given->heads);
-    pack_key_terms(packed.post_key + index * key_terms_size(given, &given->post), &given->post.key, item, first, count,
-                   given->heads);
+    for (int p = PRE; p < STAGES; p++)
+        pack_key_terms(packed->key_terms[p] + index * key_terms_size(given, p), &given->stages[p].key, item, first,
+                       count, given->heads);
 }
 
 #endif
