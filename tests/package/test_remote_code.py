@@ -43,7 +43,6 @@ def test_c_code_travels_as_the_text_that_the_package_compiles() -> None:
     assert {name: flat[name] for name in sources.FLAT_CONSTANTS} == {
         "COMPOSE": sources.COMPOSE,
         "DECODE": sources.DECODE,
-        "PAGED_DECODE": sources.PAGED_DECODE,
         "PASSES": sources.PASSES,
     }
     assert "FLAT_CONSTANTS" not in flat  # nothing there reads files

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dynattn.modeling.ops import native_library
-from dynattn.modeling.ops.dcmha.chunked import decode_native, native_problem, paged_decode_native, passes_native
+from dynattn.modeling.ops.dcmha.chunked import decode_native, native_problem, passes_native
 
 
 @pytest.fixture
@@ -20,8 +20,7 @@ def libraries() -> Iterator[None]:
 @pytest.fixture
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As many threads as a parameter says or the test sets, even for little work, and afterwards as many as before."""
-    for module in (decode_native, paged_decode_native):
-        monkeypatch.setattr(module, "ELEMENTS_PER_THREAD", 1)
+    monkeypatch.setattr(decode_native, "ELEMENTS_PER_THREAD", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(getattr(request, "param", before))
     yield

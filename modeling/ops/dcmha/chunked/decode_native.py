@@ -2,6 +2,7 @@
 
 import functools
 from array import array
+from collections.abc import Sequence
 from ctypes import CDLL, c_float, c_long, c_void_p
 
 import torch
@@ -13,15 +14,18 @@ from ...native_library import C_FLOATS, lanes, load_or_warn, usable_threads
 from ..composition import Composition, list_tensors
 from .arguments import DecodeStep
 from .csrc.sources import DECODE
+from .native_problem import LARGEST_STACK
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # One more thread is worth starting for this many elements of keys.
 ELEMENTS_PER_THREAD = 1 << 15
 # The most elements of a query `[H, D]`, which C code keeps on the stack of a thread in float32.
 LARGEST_QUERY = 1 << 17
+# `BLOCK_KEYS` of csrc/decode.c, which keeps the terms of so many rows of pages on the stack.
+BLOCK_KEYS = 64
 # The functions of decode.c, with the types of their arguments and of their result.
 SIGNATURES = {
-    "workspace_size": ((c_long, c_long), c_long),
+    "workspace_size": ((c_void_p,), c_long),
     "attend": ((c_void_p, c_void_p, c_void_p, c_float, c_long), None),
 }
 
@@ -60,22 +64,43 @@ def decode_in_c(step: DecodeStep) -> Tensor | None:
 
     Maps and sums are float32, whatever the dtype. Results do not depend on the number of threads.
     """
-    query, key, value, pre, post, scaling, mask, tables = step
-    batch, heads, _, width = query.shape
-    kv_heads, keys = key.shape[1:3]
-    library = _load(heads, kv_heads, step.groups, width, query.dtype)
+    _, key, value, _, _, _, mask, _ = step
+    library = load_decode(step, terms=0)
     if library is None:
         return None
     mask = _without_float16(mask)
-    tables = readable_tables(tables)
-    members = [member for tensor in (query, key, value) for member in (tensor.data_ptr(), *tensor.stride()[:3])]
-    members += (*_mask_members(mask), *stage_members(pre), *stage_members(post), batch, keys)
-    members += (*table_members(tables), keys - 1 if tables.offset is None else int(tables.offset))
-    output = query.new_empty(batch, 1, heads, width)
-    workspace = torch.empty(library.workspace_size(batch, keys), **C_FLOATS)
-    threads = min(usable_threads(), 1 + key.numel() // ELEMENTS_PER_THREAD)
-    problem = array("l", members)  # the struct `decode_problem` of decode.c
-    library.attend(output.data_ptr(), workspace.data_ptr(), problem.buffer_info()[0], scaling, threads)
+    keys, offset = key.shape[2], step.tables.offset
+    source = [member for tensor in (key, value) for member in (tensor.data_ptr(), *tensor.stride()[:3])]
+    source += (*_mask_members(mask), keys, keys - 1 if offset is None else int(offset), 0, 0, 0)
+    return call_decode(library, step, source, key.numel())
+
+
+def load_decode(step: DecodeStep, terms: int) -> CDLL | None:
+    """decode.c for the sizes of a step, with `terms` terms in each row of its pages, or 0 if its keys are in no pages.
+
+    Returns:
+        None where it cannot be compiled, or a query or the terms do not fit on the stack.
+    """
+    _, heads, _, width = step.query.shape
+    return _load(heads, step.key.shape[1], step.groups, width, step.query.dtype, terms)
+
+
+def call_decode(library: CDLL, step: DecodeStep, source: Sequence[int], elements: int) -> Tensor:
+    """Calls `attend` of decode.c; returns `[B, 1, H, D]`.
+
+    Args:
+        source: the members of the C struct `decode_problem` that say where keys and values are: those from `key` on.
+        elements: how many elements the keys have together.
+    """
+    batch, heads, _, width = step.query.shape
+    tables = _readable_tables(step.tables)
+    members = [step.query.data_ptr(), *step.query.stride()[:3], *_stage_members(step.pre), *_stage_members(step.post)]
+    problem = array("l", [*members, *_table_members(tables), batch, *source])
+    address = problem.buffer_info()[0]
+    output = step.query.new_empty(batch, 1, heads, width)
+    workspace = torch.empty(library.workspace_size(address), **C_FLOATS)
+    threads = min(usable_threads(), 1 + elements // ELEMENTS_PER_THREAD)
+    library.attend(output.data_ptr(), workspace.data_ptr(), address, step.scaling, threads)
     return output
 
 
@@ -98,21 +123,21 @@ def _mask_members(mask: Tensor | None) -> tuple[int, ...]:
     return mask.data_ptr(), mask.dtype == torch.bool, mask.dtype.itemsize, item, head, key
 
 
-def readable_tables(tables: DistanceTables) -> DistanceTables:
+def _readable_tables(tables: DistanceTables) -> DistanceTables:
     """Tables as C code reads them: contiguous and in float32."""
     bias, gain = (None if table is None else table.float().contiguous() for table in (tables.bias, tables.gain))
     return tables._replace(bias=bias, gain=gain)
 
 
-def table_members(tables: DistanceTables) -> list[int]:
-    """The members of the C struct `tables`, for `readable_tables`."""
+def _table_members(tables: DistanceTables) -> list[int]:
+    """The members of the C struct `tables`, for `_readable_tables`."""
     members = []
     for table in (tables.bias, tables.gain):
         members += [0, 0] if table is None else [table.data_ptr(), len(table)]
     return [*members, int(tables.compose_bias)]
 
 
-def stage_members(composition: Composition | None) -> list[int]:
+def _stage_members(composition: Composition | None) -> list[int]:
     """The members of the C struct `decode_stage`."""
     *factors, static = list_tensors(composition)
     members = [int(composition is not None)]
@@ -130,21 +155,13 @@ def _factor_members(factor: Tensor | None) -> tuple[int, ...]:
 
 
 @functools.cache
-def _load(heads: int, kv_heads: int, groups: int, width: int, dtype: torch.dtype) -> CDLL | None:
-    """decode.c for these sizes; None where it cannot be compiled, or a query does not fit on the stack."""
-    macros = decode_macros(heads, kv_heads, groups, width, dtype)
-    return None if macros is None else load_or_warn(DECODE, macros, SIGNATURES)
-
-
-def decode_macros(
-    heads: int, kv_heads: int, groups: int, width: int, dtype: torch.dtype
-) -> tuple[tuple[str, int], ...] | None:
-    """The macros of decode.c, with the widest registers that the heads of a group, and the elements of a head, fill.
+def _load(heads: int, kv_heads: int, groups: int, width: int, dtype: torch.dtype, terms: int) -> CDLL | None:
+    """decode.c for these sizes, with the widest registers that the heads of a group, and the elements of a head, fill.
 
     Returns:
-        Names and values; None where a query does not fit on the stack.
+        None as `load_decode`.
     """
-    if heads * width > LARGEST_QUERY:
+    if heads * width > LARGEST_QUERY or BLOCK_KEYS * terms * heads * dtype.itemsize > LARGEST_STACK:
         return None
     head_lanes = width_lanes = lanes()
     while heads // groups % head_lanes:
@@ -153,4 +170,4 @@ def decode_macros(
         width_lanes //= 2
     macros = {"LANES": head_lanes, "WIDTH_LANES": width_lanes, "HEADS": heads, "KV_HEADS": kv_heads, "GROUPS": groups}
     macros |= {"WIDTH": width, "ELEMENT_BYTES": dtype.itemsize, "IS_FLOAT16": int(dtype == torch.float16)}
-    return tuple(macros.items())
+    return load_or_warn(DECODE, (*macros.items(), ("TERMS", terms)), SIGNATURES)

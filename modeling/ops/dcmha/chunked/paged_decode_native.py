@@ -1,39 +1,16 @@
 """A decoding step over a paged cache on a CPU, in one call of C code that reads the rows in place.
 
-csrc/paged_decode.c describes how a row holds factors.
+csrc/decode.c describes how a row holds factors.
 """
 
-import functools
-from array import array
-from ctypes import CDLL, c_float, c_long, c_void_p
-
-import torch
 from torch import Tensor
 
 from ...distance_tables import NO_TABLES, DistanceTables
-from ...native_library import C_FLOATS, load_or_warn, usable_threads
 from ..composition import Composition
 from ..pages import Pages
 from .arguments import DecodeStep
 from .composers.choice import compile_mode
-from .csrc.sources import PAGED_DECODE
-from .decode_native import (
-    ELEMENTS_PER_THREAD,
-    decode_macros,
-    decodes_in_c,
-    readable_tables,
-    stage_members,
-    table_members,
-)
-from .native_problem import LARGEST_STACK
-
-# `BLOCK_KEYS` of csrc/decode.c, for whose key-side terms csrc/paged_decode.c has room on the stack.
-BLOCK_KEYS = 64
-# The functions of paged_decode.c, with the types of their arguments and of their result.
-SIGNATURES = {
-    "paged_workspace_size": ((c_void_p,), c_long),
-    "attend_to_pages": ((c_void_p, c_void_p, c_void_p, c_float, c_long), None),
-}
+from .decode_native import call_decode, decodes_in_c, load_decode
 
 
 def attend_to_pages(
@@ -63,30 +40,12 @@ def attend_to_pages(
     step = DecodeStep(query, pages.key, pages.value, pre, post, scaling, tables=tables)
     if compile_mode() == "0" or not decodes_in_c(step):
         return None
-    library = _load(query.shape[1], pages.key.shape[1], step.groups, query.shape[3], query.dtype, terms)
+    library = load_decode(step, terms)
     if library is None:
         return None
-    items, heads, _, width = query.shape
-    members = [query.data_ptr(), *query.stride()[:3]]
+    source = []
     for rows in (pages.key, pages.value):
-        members += [rows.data_ptr(), *rows.stride()[:2]]
-    members += [tensor.data_ptr() for tensor in pages[2:]]
-    tables = readable_tables(tables)
-    members += [*stage_members(pre), *stage_members(post), items, *table_members(tables)]
-    problem = array("l", members)  # the struct `paged_problem` of paged_decode.c
-    address = problem.buffer_info()[0]
-    output = query.new_empty(items, 1, heads, width)
-    workspace = torch.empty(library.paged_workspace_size(address), **C_FLOATS)
-    keys = int(pages.key_counts.sum()) * pages.key.shape[1] * width
-    threads = min(usable_threads(), 1 + keys // ELEMENTS_PER_THREAD)
-    library.attend_to_pages(output.data_ptr(), workspace.data_ptr(), address, scaling, threads)
-    return output
-
-
-@functools.cache
-def _load(heads: int, kv_heads: int, groups: int, width: int, dtype: torch.dtype, terms: int) -> CDLL | None:
-    """paged_decode.c for these sizes; None where it cannot be compiled, or its arrays do not fit on the stack."""
-    macros = decode_macros(heads, kv_heads, groups, width, dtype)
-    if macros is None or BLOCK_KEYS * terms * heads * dtype.itemsize > LARGEST_STACK:
-        return None
-    return load_or_warn(PAGED_DECODE, (*macros, ("TERMS", terms)), SIGNATURES)
+        source += [rows.data_ptr(), 0, rows.stride(1), rows.stride(0)]
+    # No mask; requests have key counts instead of one number of keys and one position of the query.
+    source += [0] * 8 + [tensor.data_ptr() for tensor in pages[2:]]
+    return call_decode(library, step, source, int(pages.key_counts.sum()) * pages.key.shape[1] * query.shape[3])

@@ -16,22 +16,30 @@ WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-psabi")
 MACROS = {
     "compose.c": ("LANES", "HEADS", "GROUPS", "QUERY_RANK", "QUERY_GATE", "KEY_RANK", "KEY_GATE"),
     "passes.c": ("LANES",),
-    "decode.c": ("LANES", "WIDTH_LANES", "HEADS", "KV_HEADS", "GROUPS", "WIDTH", "ELEMENT_BYTES", "IS_FLOAT16"),
+    "decode.c": (
+        "LANES",
+        "WIDTH_LANES",
+        "HEADS",
+        "KV_HEADS",
+        "GROUPS",
+        "WIDTH",
+        "ELEMENT_BYTES",
+        "IS_FLOAT16",
+        "TERMS",
+    ),
 }
-MACROS["paged_decode.c"] = (*MACROS["decode.c"], "TERMS")
 CONFIGURATIONS = [
     ("compose.c", (16, 16, 2, 2, 1, 2, 1)),
     ("compose.c", (8, 6, 3, 0, 1, 3, 0)),
     ("compose.c", (4, 1, 1, 0, 0, 0, 1)),
     ("passes.c", (16,)),
     ("passes.c", (4,)),
-    ("decode.c", (16, 16, 32, 8, 1, 128, 2, 1)),
-    ("decode.c", (2, 4, 6, 1, 3, 33, 4, 0)),
-    ("decode.c", (1, 1, 1, 1, 1, 2, 2, 0)),
-    ("paged_decode.c", (16, 16, 32, 8, 1, 128, 2, 1, 5)),
-    ("paged_decode.c", (2, 4, 6, 1, 3, 33, 4, 0, 4)),
-    ("paged_decode.c", (1, 1, 1, 1, 1, 2, 2, 0, 0)),
-    ("paged_decode.c", (4, 4, 4, 4, 1, 8, 4, 0, 1)),
+    ("decode.c", (16, 16, 32, 8, 1, 128, 2, 1, 0)),
+    ("decode.c", (2, 4, 6, 1, 3, 33, 4, 0, 0)),
+    ("decode.c", (1, 1, 1, 1, 1, 2, 2, 0, 0)),
+    ("decode.c", (16, 16, 32, 8, 1, 128, 2, 1, 5)),
+    ("decode.c", (2, 4, 6, 1, 3, 33, 4, 0, 4)),
+    ("decode.c", (4, 4, 4, 4, 1, 8, 4, 0, 1)),
 ]
 
 
@@ -61,6 +69,6 @@ def test_an_error_names_the_file_and_the_line(file: str, line: str) -> None:
 
 
 def test_sources_are_complete_and_hold_each_file_once() -> None:
-    for text in (sources.COMPOSE, sources.DECODE, sources.PAGED_DECODE, sources.PASSES):
+    for text in (sources.COMPOSE, sources.DECODE, sources.PASSES):
         assert '#include "' not in text
         assert text.count("#ifndef DYNATTN_VECTORS_H") == 1

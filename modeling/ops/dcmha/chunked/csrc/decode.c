@@ -1,7 +1,8 @@
 /* A decoding step: attention with composed heads for one query per item, in one call.
 
-   decode_native.py calls `attend` and `workspace_size` and fills `decode_problem`. An item is a row of the batch. Maps
-   are scores or probabilities, here [keys, HEADS]. Strides and lengths count elements.
+   decode_native.py calls `attend` and `workspace_size`; it and paged_decode_native.py fill `decode_problem`. An item is
+   a row of the batch, or a request whose keys and values are rows in the pages of a serving engine. Maps are scores or
+   probabilities, here [keys, HEADS]. Strides and lengths count elements.
 
    Memory bounds the speed, so keys, values and factors are read once, in the order in which they are stored. A task is
    a span of an item's keys with all heads, so that composition works in the first-level cache. Spans are joined as in
@@ -11,7 +12,12 @@
    Macros from the compiler's command line: LANES (elements of a register that holds heads; it divides the heads of a
    group), WIDTH_LANES (32-bit elements of a register that holds one head of a key or value, or a part of it),
    HEADS, KV_HEADS, GROUPS (groups of heads that low-rank terms mix), WIDTH (D, elements of a head), ELEMENT_BYTES (4:
-   float32, 2: bfloat16 or float16), IS_FLOAT16. */
+   float32, 2: bfloat16 or float16), IS_FLOAT16, TERMS.
+
+   Rows of pages also hold the TERMS terms of a stage's key side, each of HEADS elements: down factors, as many up
+   factors and, if the number is odd, a gate. After the WIDTH elements of each of its KV_HEADS heads, a row has EXTRA
+   elements. Those of all heads, one after the other, are the terms [TERMS, HEADS] of its token: of the stage `pre` in
+   rows of keys, of the stage `post` in rows of values. TERMS is 0 where rows hold none, and where there are no rows. */
 
 #include "elements.h"
 #include "threads.h"
@@ -21,6 +27,9 @@
 #define REPEATS (HEADS / KV_HEADS)
 #define GROUP_HEADS (HEADS / GROUPS)
 #define HEAD_VECTORS (HEADS / LANES)
+#define EXTRA (TERMS * REPEATS)
+#define RANK (TERMS / 2)
+#define TERM_ELEMENTS (TERMS ? TERMS * HEADS : 1)
 /* A row of WIDTH elements is read in chunks of CHUNK elements, each of which becomes PARTS float32 registers. The last
    chunk ends where the row ends, so it may overlap the one before it. */
 #define PARTS (4 / ELEMENT_BYTES)
@@ -67,9 +76,10 @@ INLINE vec read_heads(const element *heads) { return *(const vec *)heads; }
 INLINE element round_element(float from) { return from; }
 #endif
 
-/* What decode_native.py passes to `attend`: an array of long integers in the order of these members. */
+/* What `attend` gets from Python: an array of long integers in the order of these members. */
 
-/* A query, key or value [items, heads, keys, WIDTH], whose last stride is 1. */
+/* A query, key or value [items, heads, keys, WIDTH], whose last stride is 1. Over pages, keys are numbers of rows, and
+   items have no stride. */
 typedef struct {
     const element *data;
     long item_stride, head_stride, key_stride;
@@ -107,40 +117,68 @@ typedef struct {
 } tables;
 
 typedef struct {
-    decode_tensor query, key, value;
-    decode_mask hiding;
-    decode_stage pre, post;
-    long items, keys;
+    decode_tensor query;
+    decode_stage pre, post; /* over pages without factors of keys, which are in the rows */
     tables by_distance;
-    long position; /* of the query among the keys, from which distances are counted */
+    long items;
+    decode_tensor key, value;
+    decode_mask hiding;
+    long keys, position; /* `position`: of the query among the keys, from which distances are counted */
+    /* Over pages, where items differ in the number of keys, and the query is at the last of them; else null. */
+    const long *rows;       /* the numbers of the rows of all items */
+    const long *row_starts; /* [items]: where the row numbers of an item start in `rows` */
+    const long *key_counts; /* [items]: how many keys the query sees, each in a row */
 } decode_problem;
 
-/* The results that the three phases of `attend` pass to one another. A span has `span_length` keys; the last one of an
-   item may have fewer. */
+INLINE long keys_of(const decode_problem *given, long item) {
+    return given->key_counts ? given->key_counts[item] : given->keys;
+}
+
+/* How far key `s` of an item is before the query. */
+INLINE long distance_of(const decode_problem *given, long item, long s) {
+    return (given->key_counts ? given->key_counts[item] - 1 : given->position) - s;
+}
+
+/* Points `at` to what `from` holds of key `s` of an item. Returns how many keys, up to `end`, follow there: over pages
+   those in rows that follow, else all. */
+static long find_keys(const element **at, const decode_problem *given, const decode_tensor *from, long item, long s,
+                      long end) {
+    const long *numbers = given->rows ? given->rows + given->row_starts[item] + s : &s;
+    long count = given->rows ? 1 : end - s;
+    while (s + count < end && numbers[count] == numbers[count - 1] + 1) count++;
+    *at = from->data + item * from->item_stride + numbers[0] * from->key_stride;
+    return count;
+}
+
+/* The results of an item that the three phases of `attend` pass to one another. A span has `span_length` keys; the last
+   one may have fewer. */
 typedef struct {
-    float (*maps)[HEADS];                       /* [items * keys] */
-    vec (*maxima)[HEAD_VECTORS];                /* [items * spans], of the composed scores */
-    vec (*sums)[HEAD_VECTORS];                  /* [items * spans], of exp(score - maximum) */
-    width_vec (*outputs)[HEADS][ROW_VECTORS];   /* [items * spans] */
+    float (*maps)[HEADS];                       /* [keys] */
+    vec (*maxima)[HEAD_VECTORS];                /* [spans], of the composed scores */
+    vec (*sums)[HEAD_VECTORS];                  /* [spans], of exp(score - maximum) */
+    width_vec (*outputs)[HEADS][ROW_VECTORS];   /* [spans] */
     long span_length, spans;
 } workspace;
 
-static workspace divide(float *memory, long items, long keys) {
+/* Divides the keys of an item into spans, at least one, and gives it room in the memory at `*next`, which is advanced
+   past it. */
+static workspace divide(size_t *next, const decode_problem *given, long item) {
+    long keys = larger(keys_of(given, item), 1);
     workspace work;
     work.span_length = ((keys + MAX_SPANS - 1) / MAX_SPANS + BLOCK_KEYS - 1) / BLOCK_KEYS * BLOCK_KEYS;
     work.spans = (keys + work.span_length - 1) / work.span_length;
-    /* Sums of integers, because C leaves sums with a null pointer, which `workspace_size` passes, undefined. */
-    size_t next = (size_t)memory, parts = items * work.spans;
-    work.outputs = (void *)next, next += parts * sizeof(*work.outputs);
-    work.maxima = (void *)next, next += parts * sizeof(*work.maxima);
-    work.sums = (void *)next, next += parts * sizeof(*work.sums);
-    work.maps = (void *)next;
+    work.outputs = (void *)*next, *next += work.spans * sizeof(*work.outputs);
+    work.maxima = (void *)*next, *next += work.spans * sizeof(*work.maxima);
+    work.sums = (void *)*next, *next += work.spans * sizeof(*work.sums);
+    work.maps = (void *)*next, *next += keys * sizeof(*work.maps);
     return work;
 }
 
-/* How many float32 elements of workspace `attend` needs. */
-long workspace_size(long items, long keys) {
-    return (size_t)divide(0, items, keys).maps / sizeof(float) + items * keys * HEADS;
+/* How many float32 elements `attend` needs: for each item a `workspace` and what it points to. */
+long workspace_size(const decode_problem *given) {
+    size_t next = given->items * sizeof(workspace); /* an integer: C leaves sums with a null pointer undefined */
+    for (long item = 0; item < given->items; item++) divide(&next, given, item);
+    return next / sizeof(float);
 }
 
 /* The scaled query in registers, in the chunks that `read_chunk` makes of a key. Elements of the last chunk that the
@@ -222,6 +260,43 @@ static void compose(float (*maps)[HEADS], const decode_stage *by, long item, lon
     }
 }
 
+/* Copies the terms of `count` rows, from that of key `start` of an item on, to [count, TERMS, HEADS]. */
+static void read_terms(element (*terms)[TERM_ELEMENTS], const decode_problem *given, const decode_tensor *from,
+                       long item, long start, long count) {
+    const element *row;
+    for (long end = start + count, rows; start < end; start += rows) {
+        rows = find_keys(&row, given, from, item, start, end);
+        for (long s = 0; s < rows; s++, row += from->key_stride, terms++)
+            for (int h = 0; h < KV_HEADS; h++)
+                memcpy(*terms + h * EXTRA, row + h * from->head_stride + WIDTH, EXTRA * sizeof(element));
+    }
+}
+
+/* A stage with the terms [keys, TERMS, HEADS] of some keys as its factors of keys. */
+static decode_stage with_terms(const decode_stage *by, const element *terms) {
+    decode_stage own = *by;
+    factor of_key = {terms, 0, TERM_ELEMENTS, HEADS, RANK};
+    if (RANK) own.key_down = of_key, of_key.data += RANK * HEADS, own.key_up = of_key;
+    of_key.data = terms + 2 * RANK * HEADS;
+    if (TERMS % 2) own.key_gate = of_key;
+    return own;
+}
+
+/* Composes the maps [count, HEADS] of an item's keys from `start` on, in place, by a stage whose terms of keys may be
+   in the rows of `from`. */
+static void compose_block(float (*maps)[HEADS], const decode_problem *given, const decode_stage *by,
+                          const decode_tensor *from, long item, long start, long count) {
+    element terms[BLOCK_KEYS][TERM_ELEMENTS];
+    decode_stage own;
+    if (!by->composes) return;
+    if (TERMS) {
+        read_terms(terms, given, from, item, start, count);
+        own = with_terms(by, terms[0]);
+        by = &own, start = 0;
+    }
+    compose(maps, by, item, start, count);
+}
+
 /* What a mask adds to a score. The lowest finite value of its type stands for minus infinity: it hides the key. */
 INLINE float bias_of(const decode_mask *hiding, long item, long h, long s) {
     long index = item * hiding->item_stride + h * hiding->head_stride + s * hiding->key_stride;
@@ -275,18 +350,21 @@ static void multiply_gain(float (*maps)[HEADS], const tables *by, long distance,
 /* Composed and masked scores of `count` keys of an item from `start` on. */
 static void score_block(float (*maps)[HEADS], const decode_problem *given, width_vec (*query)[ROW_VECTORS], long item,
                         long start, long count) {
-    decode_tensor keys = given->key;
+    const decode_tensor *keys = &given->key;
+    const element *key;
     if (hides_all(&given->hiding, item, start, count)) {
         for (long s = 0; s < count; s++) EACH_HEAD_VECTOR(v) AT(maps[s], v) = (vec){0} - INFINITY;
         return;
     }
-    for (int h = 0; h < KV_HEADS; h++) {
-        const element *key = keys.data + item * keys.item_stride + h * keys.head_stride + start * keys.key_stride;
-        score_keys(maps[0] + h * REPEATS, query + h * REPEATS, key, keys.key_stride, count);
+    for (long s = 0, found; s < count; s += found) {
+        found = find_keys(&key, given, keys, item, start + s, start + count);
+        for (int h = 0; h < KV_HEADS; h++)
+            score_keys(maps[s] + h * REPEATS, query + h * REPEATS, key + h * keys->head_stride, keys->key_stride,
+                       found);
     }
-    add_bias(maps, &given->by_distance, 1, given->position - start, count);
-    if (given->pre.composes) compose(maps, &given->pre, item, start, count);
-    add_bias(maps, &given->by_distance, 0, given->position - start, count);
+    add_bias(maps, &given->by_distance, 1, distance_of(given, item, start), count);
+    compose_block(maps, given, &given->pre, keys, item, start, count);
+    add_bias(maps, &given->by_distance, 0, distance_of(given, item, start), count);
     if (given->hiding.data) add_mask(maps, &given->hiding, item, start, count);
 }
 
@@ -296,113 +374,118 @@ INLINE void raise_maxima(vec *maxima, float (*maps)[HEADS], long count) {
 }
 
 /* Replaces the scores of a span's `count` keys by exp(score - maximum), and keeps the maxima and the sums of these. */
-static void exponentiate(workspace work, float (*maps)[HEADS], const vec *maxima, long count, long item, long span) {
+static void exponentiate(workspace work, float (*maps)[HEADS], const vec *maxima, long count, long span) {
     vec sums[HEAD_VECTORS] = {0};
     for (long s = 0; s < count; s++)
         EACH_HEAD_VECTOR(v) {
             AT(maps[s], v) = exponential(AT(maps[s], v) - finite_maxima(maxima[v]));
             sums[v] += AT(maps[s], v);
         }
-    memcpy(work.maxima[item * work.spans + span], maxima, sizeof(sums));
-    memcpy(work.sums[item * work.spans + span], sums, sizeof(sums));
-}
-
-/* First phase: exp(score - maximum) for the keys of a span, with the span's own maxima, and the sums of these. */
-static void attend_to_keys(workspace work, const decode_problem *given, float scaling, long item, long span) {
-    long begin = span * work.span_length, end = smaller(begin + work.span_length, given->keys);
-    float(*maps)[HEADS] = work.maps + item * given->keys;
-    vec maxima[HEAD_VECTORS];
-    decode_tensor queries = given->query;
-    width_vec query[HEADS][ROW_VECTORS];
-    for (int h = 0; h < HEADS; h++)
-        pack_query(query[h], queries.data + item * queries.item_stride + h * queries.head_stride, scaling);
-    EACH_HEAD_VECTOR(v) maxima[v] = (vec){0} - INFINITY;
-    for (long start = begin; start < end; start += BLOCK_KEYS) {
-        long count = smaller(end - start, BLOCK_KEYS);
-        score_block(maps + start, given, query, item, start, count);
-        raise_maxima(maxima, maps + start, count);
-    }
-    exponentiate(work, maps + begin, maxima, end - begin, item, span);
-}
-
-/* The factors that turn a span's exp(score - maximum) into probabilities over all spans; 0 where no key is visible. */
-static void find_normalizers(vec *factors, workspace work, long item, long span) {
-    vec(*maxima)[HEAD_VECTORS] = work.maxima + item * work.spans, (*sums)[HEAD_VECTORS] = work.sums + item * work.spans;
-    EACH_HEAD_VECTOR(v) {
-        vec top = (vec){0} - INFINITY, sum = {0};
-        for (long i = 0; i < work.spans; i++) top = maximum(maxima[i][v], top);
-        top = finite_maxima(top);
-        for (long i = 0; i < work.spans; i++) sum += sums[i][v] * exponential(maxima[i][v] - top);
-        int_vec none = sum == (vec){0};
-        factors[v] = (vec)((int_vec)(exponential(maxima[span][v] - top) / sum) & ~none);
-    }
-}
-
-/* Second phase: a span's part of the output, the sum of its values times their composed probabilities. */
-static void attend_to_values(workspace work, const decode_problem *given, long item, long span) {
-    long begin = span * work.span_length, end = smaller(begin + work.span_length, given->keys);
-    float(*maps)[HEADS] = work.maps + item * given->keys;
-    width_vec(*outputs)[ROW_VECTORS] = work.outputs[item * work.spans + span];
-    vec factors[HEAD_VECTORS];
-    find_normalizers(factors, work, item, span);
-    memset(outputs, 0, sizeof(width_vec) * HEADS * ROW_VECTORS);
-    for (long start = begin; start < end; start += BLOCK_KEYS) {
-        long count = smaller(end - start, BLOCK_KEYS);
-        if (hides_all(&given->hiding, item, start, count)) continue;
-        for (long s = start; s < start + count; s++) EACH_HEAD_VECTOR(v) AT(maps[s], v) *= factors[v];
-        multiply_gain(maps + start, &given->by_distance, given->position - start, count);
-        if (given->post.composes) compose(maps + start, &given->post, item, start, count);
-        for (int h = 0; h < KV_HEADS; h++) {
-            decode_tensor values = given->value;
-            const element *value =
-                values.data + item * values.item_stride + h * values.head_stride + start * values.key_stride;
-            add_values(outputs + h * REPEATS, maps[start] + h * REPEATS, value, values.key_stride, count);
-        }
-    }
-}
-
-/* Third phase: the sum of all spans' parts, rounded to the element type. */
-static void join_outputs(element *out, workspace work, long item, int h) {
-    width_vec sums[ROW_VECTORS];
-    memcpy(sums, work.outputs[item * work.spans][h], sizeof(sums));
-    for (long span = 1; span < work.spans; span++)
-        for (int i = 0; i < ROW_VECTORS; i++) sums[i] += work.outputs[item * work.spans + span][h][i];
-    for (int c = 0; c < CHUNKS; c++)
-        for (int i = 0; i < CHUNK; i++)
-            out[CHUNK_START(c) + i] = round_element(((float *)sums)[UNPACKED_INDEX(c, i)]);
+    memcpy(work.maxima[span], maxima, sizeof(sums));
+    memcpy(work.sums[span], sums, sizeof(sums));
 }
 
 typedef struct {
-    workspace work;
+    workspace *works; /* [items] */
+    long most_spans;  /* of an item */
     const decode_problem *given;
     element *out;
     float scaling;
 } step;
 
-/* Tasks: each phase over the spans, or the heads, of all items. */
-static void score_span(const void *context, long index, long thread) {
+/* Task of the first phase: exp(score - maximum) for the keys of a span, with the span's own maxima, and the sums of
+   these. */
+static void attend_to_keys(const void *context, long index, long thread) {
     const step *of = context;
+    const decode_problem *given = of->given;
+    long item = index / of->most_spans, span = index % of->most_spans;
+    workspace work = of->works[item];
     (void)thread;
-    attend_to_keys(of->work, of->given, of->scaling, index / of->work.spans, index % of->work.spans);
+    if (span >= work.spans) return;
+    long begin = span * work.span_length, end = smaller(begin + work.span_length, keys_of(given, item));
+    vec maxima[HEAD_VECTORS];
+    decode_tensor queries = given->query;
+    width_vec query[HEADS][ROW_VECTORS];
+    for (int h = 0; h < HEADS; h++)
+        pack_query(query[h], queries.data + item * queries.item_stride + h * queries.head_stride, of->scaling);
+    EACH_HEAD_VECTOR(v) maxima[v] = (vec){0} - INFINITY;
+    for (long start = begin; start < end; start += BLOCK_KEYS) {
+        long count = smaller(end - start, BLOCK_KEYS);
+        score_block(work.maps + start, given, query, item, start, count);
+        raise_maxima(maxima, work.maps + start, count);
+    }
+    exponentiate(work, work.maps + begin, maxima, end - begin, span);
 }
 
-static void add_span(const void *context, long index, long thread) {
-    const step *of = context;
-    (void)thread;
-    attend_to_values(of->work, of->given, index / of->work.spans, index % of->work.spans);
+/* The factors that turn a span's exp(score - maximum) into probabilities over all spans; 0 where no key is visible. */
+static void find_normalizers(vec *factors, workspace work, long span) {
+    EACH_HEAD_VECTOR(v) {
+        vec top = (vec){0} - INFINITY, sum = {0};
+        for (long i = 0; i < work.spans; i++) top = maximum(work.maxima[i][v], top);
+        top = finite_maxima(top);
+        for (long i = 0; i < work.spans; i++) sum += work.sums[i][v] * exponential(work.maxima[i][v] - top);
+        int_vec none = sum == (vec){0};
+        factors[v] = (vec)((int_vec)(exponential(work.maxima[span][v] - top) / sum) & ~none);
+    }
 }
 
-static void join_head(const void *context, long index, long thread) {
+/* Task of the second phase: a span's part of the output, the sum of its values times their composed probabilities. */
+static void attend_to_values(const void *context, long index, long thread) {
     const step *of = context;
+    const decode_problem *given = of->given;
+    const decode_tensor *values = &given->value;
+    long item = index / of->most_spans, span = index % of->most_spans;
+    workspace work = of->works[item];
     (void)thread;
-    join_outputs(of->out + index * WIDTH, of->work, index / HEADS, index % HEADS);
+    if (span >= work.spans) return;
+    long begin = span * work.span_length, end = smaller(begin + work.span_length, keys_of(given, item));
+    width_vec(*outputs)[ROW_VECTORS] = work.outputs[span];
+    vec factors[HEAD_VECTORS];
+    find_normalizers(factors, work, span);
+    memset(outputs, 0, sizeof(width_vec) * HEADS * ROW_VECTORS);
+    for (long start = begin; start < end; start += BLOCK_KEYS) {
+        long count = smaller(end - start, BLOCK_KEYS);
+        if (hides_all(&given->hiding, item, start, count)) continue;
+        float(*maps)[HEADS] = work.maps + start;
+        const element *value;
+        for (long s = 0; s < count; s++) EACH_HEAD_VECTOR(v) AT(maps[s], v) *= factors[v];
+        multiply_gain(maps, &given->by_distance, distance_of(given, item, start), count);
+        compose_block(maps, given, &given->post, values, item, start, count);
+        for (long s = 0, found; s < count; s += found) {
+            found = find_keys(&value, given, values, item, start + s, start + count);
+            for (int h = 0; h < KV_HEADS; h++)
+                add_values(outputs + h * REPEATS, maps[s] + h * REPEATS, value + h * values->head_stride,
+                           values->key_stride, found);
+        }
+    }
+}
+
+/* Task of the third phase: the sum of all spans' parts for a head of an item, rounded to the element type. */
+static void join_outputs(const void *context, long index, long thread) {
+    const step *of = context;
+    element *out = of->out + index * WIDTH;
+    workspace work = of->works[index / HEADS];
+    long h = index % HEADS;
+    width_vec sums[ROW_VECTORS];
+    (void)thread;
+    memcpy(sums, work.outputs[0][h], sizeof(sums));
+    for (long span = 1; span < work.spans; span++)
+        for (int i = 0; i < ROW_VECTORS; i++) sums[i] += work.outputs[span][h][i];
+    for (int c = 0; c < CHUNKS; c++)
+        for (int i = 0; i < CHUNK; i++)
+            out[CHUNK_START(c) + i] = round_element(((float *)sums)[UNPACKED_INDEX(c, i)]);
 }
 
 /* Writes the attention output [items, HEADS, WIDTH] to `out`; `memory` has `workspace_size` float32 elements. */
 void attend(element *out, float *memory, const decode_problem *given, float scaling, long threads) {
     long items = given->items;
-    step of = {divide(memory, items, given->keys), given, out, scaling};
-    for_each_task(score_span, &of, items * of.work.spans, threads);
-    for_each_task(add_span, &of, items * of.work.spans, threads);
-    for_each_task(join_head, &of, items * HEADS, threads);
+    step of = {(workspace *)memory, 0, given, out, scaling};
+    size_t next = (size_t)(of.works + items);
+    for (long item = 0; item < items; item++) {
+        of.works[item] = divide(&next, given, item);
+        of.most_spans = larger(of.most_spans, of.works[item].spans);
+    }
+    for_each_task(attend_to_keys, &of, items * of.most_spans, threads);
+    for_each_task(attend_to_values, &of, items * of.most_spans, threads);
+    for_each_task(join_outputs, &of, items * HEADS, threads);
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 INCLUDE = re.compile(r'#include "(.+)"')
 # Code that travels with a checkpoint has no C files, so these constants travel in place of this module.
-FLAT_CONSTANTS = ("COMPOSE", "DECODE", "PAGED_DECODE", "PASSES")
+FLAT_CONSTANTS = ("COMPOSE", "DECODE", "PASSES")
 
 
 def read_source(name: str) -> str:
@@ -34,5 +34,4 @@ def _read(name: str, included: set[str]) -> str:
 
 COMPOSE = read_source("compose.c")
 DECODE = read_source("decode.c")
-PAGED_DECODE = read_source("paged_decode.c")
 PASSES = read_source("passes.c")
