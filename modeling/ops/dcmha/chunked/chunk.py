@@ -5,7 +5,6 @@ buffers that the caller reuses from chunk to chunk, because allocating fresh mem
 On a CPU, C code does the same where it can (see `passes.py`).
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,11 +15,17 @@ from .composers.interface import ChunkComposer, ChunkVisibility, StageFactors
 from .distance_blocks import ChunkTables
 
 
-class FactorGradients(NamedTuple):
-    """The chunk's part of the gradients of factors, mask and tables: views, to which the backward pass adds."""
+class ChunkGradients(NamedTuple):
+    """The chunk's part of the gradients of all inputs: views.
 
-    pre: StageFactors | None
-    post: StageFactors | None
+    The chunk writes the gradient of its queries, and adds to all others, which other chunks share.
+    """
+
+    query: Tensor  # [H, c, D]
+    key: Tensor  # [H_kv, n, D]
+    value: Tensor  # [H_kv, n, D]
+    pre: StageFactors
+    post: StageFactors
     mask: Tensor | None  # [H or 1, c or 1, n or 1]
     tables: ChunkTables
 
@@ -71,32 +76,36 @@ class ScoreTransform(NamedTuple):
         scores: Tensor,
         probs: Tensor,
         gained: Tensor,
-        sums: FactorGradients,
+        sums: ChunkGradients,
         scratch: Tensor,
     ) -> Tensor:
-        """Returns the gradient of the scores, in `grad` or in `spare`, and adds those of the factors to `sums`.
+        """Returns the gradient of the scores, in `grad` or in `spare`, and adds those of all factors to `sums`.
+
+        Each step reads the latest gradient in one of the two buffers and writes its own into the other.
 
         Args:
             grad: the gradient of what `forward` returns, `[c, H, n]` like all other maps.
             spare: a buffer that is overwritten.
             scores, probs, gained: what `forward` left in them.
         """
-        composer, maps = self.composer, _DoubleBuffer(grad, spare)
         if self.post is not None:
-            maps.advance(composer.compose_backward, gained, self.post, sums.post, scratch)
+            self.composer.compose_backward(spare, grad, gained, self.post, sums.post, scratch)
+            grad, spare = spare, grad
         if self.tables.gain is not None and sums.tables.gain is not None:
-            sums.tables.gain.addcmul_(probs.transpose(0, 1), maps.latest.transpose(0, 1))
-            maps.latest.mul_(self.tables.gain.transpose(0, 1))
-        maps.advance(softmax_backward, probs)
+            sums.tables.gain.addcmul_(probs.transpose(0, 1), grad.transpose(0, 1))
+            grad.mul_(self.tables.gain.transpose(0, 1))
+        softmax_backward(spare, grad, probs)
+        grad, spare = spare, grad
         if sums.mask is not None:
-            sums.mask.add_(maps.latest.transpose(0, 1).sum_to_size(sums.mask.shape))
+            sums.mask.add_(grad.transpose(0, 1).sum_to_size(sums.mask.shape))
         if sums.tables.bias is not None and not self.compose_bias:
-            sums.tables.bias.add_(maps.latest.transpose(0, 1))
+            sums.tables.bias.add_(grad.transpose(0, 1))
         if self.pre is not None:
-            maps.advance(composer.compose_backward, scores, self.pre, sums.pre, scratch)
+            self.composer.compose_backward(spare, grad, scores, self.pre, sums.pre, scratch)
+            grad = spare
         if sums.tables.bias is not None and self.compose_bias:
-            sums.tables.bias.add_(maps.latest.transpose(0, 1))
-        return maps.latest
+            sums.tables.bias.add_(grad.transpose(0, 1))
+        return grad
 
 
 def softmax(out: Tensor, scores: Tensor, visibility: ChunkVisibility) -> None:
@@ -113,29 +122,6 @@ def softmax(out: Tensor, scores: Tensor, visibility: ChunkVisibility) -> None:
 def softmax_backward(out: Tensor, gradient: Tensor, probs: Tensor) -> None:
     """Writes the gradient of the scores of `softmax` to `out`, from that of its `probs`; all are `[c, H, n]`."""
     torch.ops.aten._softmax_backward_data.out(gradient, probs, -1, probs.dtype, grad_input=out)
-
-
-class _DoubleBuffer:
-    """Two buffers that take turns: each step reads the latest result in one and writes its own into the other."""
-
-    def __init__(self, latest: Tensor, spare: Tensor) -> None:
-        self.latest, self.spare = latest, spare
-
-    def advance(self, function: Callable[..., None], *arguments: object) -> None:
-        """Calls `function(out, latest, *arguments)`."""
-        function(self.spare, self.latest, *arguments)
-        self.latest, self.spare = self.spare, self.latest
-
-
-class ProductGradients(NamedTuple):
-    """The chunk's part of the gradients that are matrix products: views.
-
-    The chunk writes the gradient of its queries, and adds to those of keys and values, which other chunks share.
-    """
-
-    query: Tensor  # [H, c, D]
-    key: Tensor  # [H_kv, n, D]
-    value: Tensor  # [H_kv, n, D]
 
 
 def attend_chunk(
@@ -163,8 +149,7 @@ def attend_chunk(
 
 
 def attend_chunk_backward(
-    products: ProductGradients,
-    sums: FactorGradients,
+    sums: ChunkGradients,
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -189,16 +174,16 @@ def attend_chunk_backward(
         gained = probs
     multiply_heads(query, key_transposed, scaling, out=scores.transpose(0, 1))
     weights = transform.forward(scores, composed, probs, gained, mixed, scratch)
-    add_to_heads(products.value, weights.permute(1, 2, 0), grad_out)
+    add_to_heads(sums.value, weights.permute(1, 2, 0), grad_out)
 
     # What is in `mixed` and `composed` is no longer needed: from here on they take turns to hold gradients of the maps.
     multiply_heads(grad_out, value_transposed, out=mixed.transpose(0, 1))
     grad_scores = transform.backward(mixed, composed, scores, probs, gained, sums, scratch)
-    # A product into contiguous memory and a copy are faster than a product into `products.query`, a strided view.
+    # A product into contiguous memory and a copy are faster than a product into `sums.query`, a strided view.
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     multiply_heads(grad_scores.transpose(0, 1), key, scaling, out=grad_query)
-    products.query.copy_(grad_query)
-    add_to_heads(products.key, grad_scores.permute(1, 2, 0), query, scaling)
+    sums.query.copy_(grad_query)
+    add_to_heads(sums.key, grad_scores.permute(1, 2, 0), query, scaling)
 
 
 def multiply_heads(left: Tensor, right: Tensor, scaling: float = 1.0, *, out: Tensor) -> None:

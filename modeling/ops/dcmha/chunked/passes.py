@@ -7,7 +7,7 @@ from ...dtypes import at_least_float32
 from ...masking import Structure, part_of_mask
 from ..composition import SIDES
 from .arguments import TABLES, ChunkedInputs, ChunkedSettings
-from .chunk import FactorGradients, ProductGradients, attend_chunk, attend_chunk_backward
+from .chunk import ChunkGradients, attend_chunk, attend_chunk_backward
 from .composers.interface import StageFactors
 from .distance_blocks import TableBlocks
 from .passes_native import attend_backward_in_c, attend_in_c, library_for
@@ -76,8 +76,7 @@ def attend_backward(
         for chunk in query_chunks(structure, item, composer, BACKWARD_BUFFERS):
             queries, keys = chunk.visibility.queries, chunk.visibility.keys
             attend_chunk_backward(
-                gradients.of_products(index, chunk),
-                gradients.of_factors(index, chunk),
+                gradients.of_chunk(index, chunk),
                 grad_output[index, queries].transpose(0, 1).to(dtype).contiguous(),
                 item.query[:, queries].contiguous(),
                 key[:, keys],
@@ -115,19 +114,17 @@ class _InputGradients:
                 shape = [shape[0], shape[2], shape[3], shape[1]]
             self.sums[name] = tensor.new_zeros(shape, dtype=dtype)
 
-    def of_products(self, index: int, chunk: QueryChunk) -> ProductGradients:
-        """Views of the gradients of a chunk's queries, keys and values, for one item."""
+    def of_chunk(self, index: int, chunk: QueryChunk) -> ChunkGradients:
+        """Views of the gradients of a chunk of an item."""
         queries, keys = chunk.visibility.queries, chunk.visibility.keys
-        parts = {"query": queries, "key": keys, "value": keys}
-        return ProductGradients(**{name: self.sums[name][index, :, part] for name, part in parts.items()})
-
-    def of_factors(self, index: int, chunk: QueryChunk) -> FactorGradients:
-        """Views of the gradients of a chunk's factors, mask and tables, for one item."""
         mask = mask_of_item(self.sums["mask"], index) if "mask" in self.sums else None
-        return FactorGradients(
+        return ChunkGradients(
+            self.sums["query"][index, :, queries],
+            self.sums["key"][index, :, keys],
+            self.sums["value"][index, :, keys],
             chunk.part_of(self._stage("pre", index, self.settings.pre_groups)),
             chunk.part_of(self._stage("post", index, self.settings.post_groups)),
-            None if mask is None else part_of_mask(mask, chunk.visibility.queries, chunk.visibility.keys),
+            None if mask is None else part_of_mask(mask, queries, keys),
             chunk.tables_of(self.blocks),
         )
 

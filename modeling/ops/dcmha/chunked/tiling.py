@@ -47,10 +47,8 @@ class QueryChunk(NamedTuple):
     buffers: list[Tensor]  # [c, H, n] each
     composer: ChunkComposer
 
-    def part_of(self, factors: StageFactors | None) -> StageFactors | None:
+    def part_of(self, factors: StageFactors) -> StageFactors:
         """Views of `factors`, or of their gradients, for the chunk's queries and keys."""
-        if factors is None:
-            return None
         query = None if factors.query is None else factors.query[self.visibility.queries]
         key = None if factors.key is None else factors.key[..., self.visibility.keys]
         return StageFactors(query, key, factors.static, factors.groups)
@@ -67,8 +65,10 @@ class QueryChunk(NamedTuple):
         return ScoreTransform(*stages, self.tables_of(blocks), compose_bias, self.visibility, self.composer)
 
     def _factors(self, factors: StageFactors | None) -> StageFactors | None:
+        if factors is None:
+            return None
         part = self.part_of(factors)
-        return part if part is None or part.key is None else part._replace(key=part.key.contiguous())
+        return part if part.key is None else part._replace(key=part.key.contiguous())
 
 
 def read_tables(inputs: ChunkedInputs, structure: Structure, dtype: torch.dtype) -> TableBlocks:
