@@ -262,19 +262,11 @@ static void differentiate_queries(const void *context, long index, long thread) 
     const problem *given = pass->given;
     backward_chunk *part = pass->chunks + index / given->heads;
     const chunk *of = &part->of;
-    long h = index % given->heads, width = padded_width(given), repeats = given->heads / given->kv_heads;
+    long h = index % given->heads, width = padded_width(given);
     float *out = scratch_of(pass, thread);
     memset(out, 0, sizeof(float) * of->rows * width);
-    for (long block = of->begin_block; block < of->end_block; block++) {
-        const float *keys = pass->packed.key_rows + block_index(of, block) * rows_size(given);
-        EACH_PATCH(at, of, block) {
-            pairs_of_tile pairs;
-            left_matrix left = queries_by_keys(of, pairs, tile_of(part, part->grad, block), h, at);
-            add_product(out + at.first * width, width, left,
-                        keys + h / repeats * row_size(given) + slots(given, at.keys.begin) * width, width, at.rows,
-                        width, slots(given, at.keys.end - at.keys.begin));
-        }
-    }
+    for (long block = of->begin_block; block < of->end_block; block++)
+        add_rows(of, out, tile_of(part, part->grad, block), h, pass->packed.key_rows, block);
     for (long t = 0; t < of->queries; t++)
         for (long d = 0; d < given->width; d++)
             pass->to.query[((of->item * given->heads + h) * given->queries + of->first + t) * given->width + d] =

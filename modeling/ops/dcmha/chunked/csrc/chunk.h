@@ -198,6 +198,19 @@ static left_matrix queries_by_keys(const chunk *of, pairs_of_tile pairs, float *
     return (left_matrix){pairs + at.keys.begin / 2, BLOCK_KEYS / 2, 1, 1};
 }
 
+/* Adds the product of a head of a tile and the packed `rows` of its block's keys or values (see `packed_keys`) to `out`
+   [rows, padded_width]. */
+static void add_rows(const chunk *of, float *out, float *tile, long h, const float *rows, long block) {
+    long width = padded_width(of->given), repeats = of->given->heads / of->given->kv_heads;
+    rows += block_index(of, block) * rows_size(of->given) + h / repeats * row_size(of->given);
+    EACH_PATCH(at, of, block) {
+        pairs_of_tile pairs;
+        left_matrix left = queries_by_keys(of, pairs, tile, h, at);
+        add_product(out + at.first * width, width, left, rows + slots(of->given, at.keys.begin) * width, width, at.rows,
+                    width, slots(of->given, at.keys.end - at.keys.begin));
+    }
+}
+
 /* Products of a matrix [even_heads, heads] with the maps of each query of a patch: [rows, even_heads, BLOCK_KEYS]. */
 static void mix_heads(float *mixed, const chunk *of, map_view maps, const float *matrix, patch at) {
     long heads = of->given->heads, even = even_heads(of->given);

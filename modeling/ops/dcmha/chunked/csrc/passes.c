@@ -24,21 +24,6 @@ typedef struct {
     float scaling;
 } forward_pass;
 
-/* Adds the product of a tile of composed probabilities and the values of its block to `out` [heads, rows,
-   padded_width]. */
-static void add_values(const chunk *of, float *out, float *tile, long block) {
-    long width = padded_width(of->given), repeats = of->given->heads / of->given->kv_heads;
-    const float *values = of->packed.value_rows + block_index(of, block) * rows_size(of->given);
-    for (long h = 0; h < of->given->heads; h++)
-        EACH_PATCH(at, of, block) {
-            pairs_of_tile pairs;
-            left_matrix left = queries_by_keys(of, pairs, tile, h, at);
-            add_product(out + (h * of->rows + at.first) * width, width, left,
-                        values + h / repeats * row_size(of->given) + slots(of->given, at.keys.begin) * width, width,
-                        at.rows, width, slots(of->given, at.keys.end - at.keys.begin));
-        }
-}
-
 /* Task: a chunk of queries, from scores to output, in the memory of one thread. The last queries come first: with
    causality they see the most keys, and threads finish together if the longest tasks begin first. */
 static void attend_chunk(const void *context, long index, long thread) {
@@ -65,7 +50,8 @@ static void attend_chunk(const void *context, long index, long thread) {
         normalize(&of, tile, block);
         multiply_gain(&of, tile, tile, block);
         compose_tile(&of, tile, tile, POST, mixed, block);
-        add_values(&of, out, tile, block);
+        for (long h = 0; h < given->heads; h++)
+            add_rows(&of, out + h * of.rows * padded_width(given), tile, h, of.packed.value_rows, block);
     }
     for (long t = 0; t < of.queries; t++)
         for (long h = 0; h < given->heads; h++)
