@@ -135,24 +135,10 @@ def _attend(
     packed = (pack_factors(within_groups(stage, groups)) for stage in (pre, post))
     (*pre_sides, pre_static), (*post_sides, post_static) = packed
     pre_query, pre_key, post_query, post_key = (split_factors(side, groups) for side in (*pre_sides, *post_sides))
+    factors = pre_query, pre_key, post_query, post_key, pre_static, post_static
     composed_bias, bias = (tables.bias, None) if tables.compose_bias and pre is not None else (None, tables.bias)
-    inputs = MapInputs(
-        query,
-        key,
-        value,
-        pre_query,
-        pre_key,
-        post_query,
-        post_key,
-        pre_static,
-        post_static,
-        composed_bias,
-        bias,
-        tables.gain,
-        attention_mask,
-        first_keys,
-        tables.offset_tensor,
-    )
+    others = composed_bias, bias, tables.gain, attention_mask, first_keys, tables.offset_tensor
+    inputs = MapInputs(query, key, value, *factors, *others)
     output, _ = _forward_op(*inputs, *settings)
     return join_groups(output, groups)
 
