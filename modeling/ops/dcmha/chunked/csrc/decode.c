@@ -158,6 +158,7 @@ typedef struct {
     vec (*sums)[HEAD_VECTORS];                  /* [spans], of exp(score - maximum) */
     width_vec (*outputs)[HEADS][ROW_VECTORS];   /* [spans] */
     long span_length, spans;
+    long unused[2]; /* fills a cache line, so that the results after all workspaces begin at one */
 } workspace;
 
 /* Divides the keys of an item into spans, at least one, and gives it room in the memory at `*next`, which is advanced
