@@ -66,11 +66,12 @@ class MaskedLMArguments:
     redraw: bool = option(False, "make only table and plot, from the record")
 
     def __post_init__(self) -> None:
+        # Before --quick replaces the arms, so that no mistyped one goes unnoticed.
+        if unknown := sorted(set(self.arms) - set(ARMS)):
+            raise UserError(f"arms={unknown} must be some of {', '.join(ARMS)}")
         if self.quick:
             vars(self).update(QUICK)
         self.output = self.output or ("runs/masked-lm-quick" if self.quick else "runs/masked-lm")
-        if unknown := sorted(set(self.arms) - set(ARMS)):
-            raise UserError(f"arms={unknown} must be some of {', '.join(ARMS)}")
         if self.arms[:1] != ["plain"] or len(set(self.arms)) < len(self.arms) or len(self.arms) < 2:
             raise UserError(
                 f"arms={self.arms} must be plain and after it one or more others, each once, that are compared with it"

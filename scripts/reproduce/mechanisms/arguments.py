@@ -46,7 +46,7 @@ class MechanismsArguments:
 
     def __post_init__(self) -> None:
         if self.quick:
-            self.arms, self.seeds, self.learning_rates = list(QUESTION), [0, 1], [3e-3]
+            self.seeds, self.learning_rates = [0, 1], [3e-3]
         check_seeds(self.seeds, self.tuning_seed)
         check_rates(self.learning_rates)
         check_seconds(self.max_seconds)

@@ -13,7 +13,7 @@ from ...common.atomic_file import read_json
 from ...common.errors import UserError
 from ...compare.study_folder import RECORD, claim, draw, write_record
 from ..study_runs import Result, StudyRuns, chosen
-from .arguments import QUICK_STEPS, MechanismsArguments
+from .arguments import QUESTION, QUICK_STEPS, MechanismsArguments
 from .arms import ARMS, FIRST
 from .figures import draw_solved
 from .plan import PRESETS, Cell, Preset, Run
@@ -46,7 +46,9 @@ class Study:
         preset = PRESETS[arguments.preset]
         self.preset: Preset = replace(preset, steps=QUICK_STEPS) if arguments.quick else preset
         tasks = chosen("task", arguments.tasks, self.preset.tasks)
-        arms = chosen("arm", arguments.arms, ARMS)
+        arms = chosen("arm", arguments.arms, ARMS)  # names those that --quick replaces, if they do not exist
+        if arguments.quick:
+            arms = list(QUESTION)
         size = self.preset.size
         layers, heads = (dict.fromkeys(x) for x in (arguments.layers or [size.layers], arguments.heads or [size.heads]))
         places = product(tasks, layers, heads)

@@ -62,12 +62,10 @@ class PositionsArguments:
     redraw: bool = option(False, "make only table and plot, from the record")
 
     def __post_init__(self) -> None:
+        self._check_names()  # also those that --quick replaces, so that no mistyped one goes unnoticed
         if self.quick:
             vars(self).update(QUICK)
         self.output = self.output or ("runs/positions-quick" if self.quick else "runs/positions")
-        for name, given, known in (("tasks", self.tasks, TASKS), ("schemes", self.schemes, tuple(SCHEMES))):
-            if not given or (unknown := sorted(set(given) - set(known))):
-                raise UserError(f"{name}={unknown if given else given} must be some of {', '.join(known)}")
         if set(self.wide) - set(self.schemes):
             raise UserError(f"wide={self.wide} must be some of the schemes {self.schemes}")
         if "rope-none" in self.schemes and self.layers < 2:
@@ -80,3 +78,10 @@ class PositionsArguments:
                 f"steps={self.steps} must be 2 or more, layers={self.layers} and workers={self.workers} 1 or more, "
                 f"longest={self.longest} 0 to 20"
             )
+
+    def _check_names(self) -> None:
+        for name, known in (("tasks", TASKS), ("schemes", tuple(SCHEMES)), ("wide", tuple(SCHEMES))):
+            given = getattr(self, name)
+            unknown = sorted(set(given) - set(known))
+            if unknown or (not given and name != "wide"):
+                raise UserError(f"{name}={unknown or given} must be some of {', '.join(known)}")

@@ -48,6 +48,7 @@ def test_all_arms_begin_with_the_same_weights_where_they_have_the_same(runs: Run
     ("options", "told"),
     [
         (["--arms", "plain", "purple"], "arms=['purple'] must be some of plain, norm"),
+        (["--quick", "--arms", "purple"], "arms=['purple'] must be some of plain, norm"),
         (["--arms", "all", "plain"], "must be plain and after it one or more others"),
         (["--arms", "plain"], "must be plain and after it one or more others"),
         (["--seeds", "1", "1"], "must be two or more different ones"),

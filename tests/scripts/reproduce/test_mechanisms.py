@@ -331,6 +331,7 @@ TINY = Preset(Size(16, heads=2, head_dim=8, layers=1), {"recall-12": Recall(2, v
     [
         (["--tasks", "chess"], "tasks ['chess'] do not exist; choose from recall-12"),
         (["--arms", "magic"], "arms ['magic'] do not exist; choose from plain"),
+        (["--quick", "--arms", "magic"], "arms ['magic'] do not exist; choose from plain"),
         (["--seeds", "1", "1"], "two or more different ones"),
         (["--workers", "0"], "workers=0 must be 1 or more"),
         (["--redraw"], "holds no measured run yet"),

@@ -124,6 +124,9 @@ def test_truncation_is_told_the_longest_training_input() -> None:
     [
         (["--tasks", "knit"], "tasks=['knit'] must be some of copy-one"),
         (["--schemes", "abili"], "schemes=['abili'] must be some of none, t5"),
+        (["--quick", "--tasks", "knit"], "tasks=['knit'] must be some of copy-one"),
+        (["--quick", "--schemes", "rop"], "schemes=['rop'] must be some of none, t5"),
+        (["--quick", "--wide", "rop"], "wide=['rop'] must be some of none, t5"),
         (["--seeds", "1"], "must be two or more different ones"),
         (["--seeds", "1", "100"], "tuning_seed=100 is one of the measured"),
         (["--steps", "1"], "steps=1 must be 2 or more"),
@@ -134,11 +137,16 @@ def test_truncation_is_told_the_longest_training_input() -> None:
         (["--max_seconds", "-1"], "max_seconds=-1.0 must be 0 or more"),
         (["--redraw"], "holds no record.json"),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
 def test_mistakes_are_told(options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["reproduce", "positions", "--output", str(tmp_path / "new"), *options]) != 0
     assert told in capsys.readouterr().err
+
+
+def test_the_quick_study_takes_the_place_of_what_else_is_given() -> None:
+    arguments = PositionsArguments(quick=True, schemes=["rope"], steps=1)
+    assert (arguments.schemes, arguments.wide, arguments.steps) == (["none", "t5", "alibi", "rope"], [], 1000)
 
 
 def test_a_tiny_study_runs_resumes_and_keeps_its_settings(
