@@ -11,44 +11,35 @@ STUDIES = CommandTable(
     usage="STUDY",
     commands={
         "tiny-shakespeare": (
-            "dynattn.scripts.reproduce.tiny_shakespeare.main",
+            f"{__package__}.tiny_shakespeare.main",
             "the RCMHA paper's four attention types on characters",
         ),
-        "quickstart": ("dynattn.scripts.reproduce.quickstart", "a small DCFormer beside a plain Transformer"),
-        "upcycling": (
-            "dynattn.scripts.reproduce.upcycling.main",
-            "continued training of a GPT-NeoX with and without composition",
-        ),
-        "ablations": (
-            "dynattn.scripts.reproduce.ablations.main",
-            "a language model without each term of the composition",
-        ),
+        "quickstart": (f"{__package__}.quickstart", "a small DCFormer beside a plain Transformer"),
+        "upcycling": (f"{__package__}.upcycling.main", "continued training of a GPT-NeoX with and without composition"),
+        "ablations": (f"{__package__}.ablations.main", "a language model without each term of the composition"),
         "masked-lm": (
-            "dynattn.scripts.reproduce.masked_lm.main",
+            f"{__package__}.masked_lm.main",
             "an encoder that predicts hidden tokens, with parts of composition and without",
         ),
-        "mechanisms": (
-            "dynattn.scripts.reproduce.mechanisms.main",
-            "small tasks on which mixing heads is predicted to matter",
-        ),
+        "mechanisms": (f"{__package__}.mechanisms.main", "small tasks on which mixing heads is predicted to matter"),
         "positions": (
-            "dynattn.scripts.reproduce.positions.main",
+            f"{__package__}.positions.main",
             "position schemes on lengths beyond the trained ones, with heads composed and plain",
         ),
         "vision": (
-            "dynattn.scripts.reproduce.vision.main",
+            f"{__package__}.vision.main",
             "small vision transformers: dynamic composition, static matrices and norms, each alone",
         ),
         "seq2seq": (
-            "dynattn.scripts.reproduce.seq2seq.main",
+            f"{__package__}.seq2seq.main",
             "small encoder-decoders: which attention gains from composition; RCMHA's types in translation",
         ),
         "quantization": (
-            "dynattn.scripts.reproduce.quantization",
+            f"{__package__}.quantization",
             "perplexity with smaller weights, composition quantized too or not",
         ),
         "speculation": (
-            "dynattn.scripts.reproduce.speculation",
+            f"{__package__}.speculation",
             "speculative decoding beside greedy decoding: same tokens, time, passes",
         ),
     },

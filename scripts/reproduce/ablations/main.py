@@ -8,16 +8,9 @@ a wider MLP, with as many parameters as full composition. Finished runs are not 
 resumes where it stopped.
 """
 
-from collections.abc import Sequence
+from functools import partial
 
-from ...common.arguments import parse_arguments
+from ..command import study_main
 from .arguments import AblationsArguments
 
-
-def main(argv: Sequence[str]) -> int:
-    """Runs what is missing of the study, then writes and prints the results."""
-    arguments = parse_arguments(AblationsArguments, argv, prog="dynattn reproduce ablations", description=__doc__)
-    from .job import run_study  # slow to import, so not before the arguments are parsed
-
-    print(run_study(arguments))
-    return 0
+main = partial(study_main, "ablations", AblationsArguments, __doc__)

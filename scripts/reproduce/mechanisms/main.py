@@ -9,16 +9,9 @@ The learning rate of each attention is chosen on a seed that is not measured. Fi
 interrupted study resumes where it stopped.
 """
 
-from collections.abc import Sequence
+from functools import partial
 
-from ...common.arguments import parse_arguments
+from ..command import study_main
 from .arguments import MechanismsArguments
 
-
-def main(argv: Sequence[str]) -> int:
-    """Runs what is missing of the study, then writes and prints the results."""
-    arguments = parse_arguments(MechanismsArguments, argv, prog="dynattn reproduce mechanisms", description=__doc__)
-    from .job import run_study  # slow to import, so not before the arguments are parsed
-
-    print(run_study(arguments))
-    return 0
+main = partial(study_main, "mechanisms", MechanismsArguments, __doc__)

@@ -10,16 +10,9 @@ right; runs that have not learned are reported, too.
 Finished runs are not repeated, so an interrupted study resumes where it stopped.
 """
 
-from collections.abc import Sequence
+from functools import partial
 
-from ...common.arguments import parse_arguments
+from ..command import study_main
 from .arguments import PositionsArguments
 
-
-def main(argv: Sequence[str]) -> int:
-    """Runs what is missing of the study, then writes and prints the results."""
-    arguments = parse_arguments(PositionsArguments, argv, prog="dynattn reproduce positions", description=__doc__)
-    from .job import run_study  # slow to import, so not before the arguments are parsed
-
-    print(run_study(arguments))
-    return 0
+main = partial(study_main, "positions", PositionsArguments, __doc__)

@@ -9,17 +9,9 @@ English names of countries, regions and languages to Ukrainian, tested on held-o
 encoder-decoder. Finished runs are not repeated, so an interrupted study resumes where it stopped.
 """
 
-from collections.abc import Sequence
+from functools import partial
 
-from ...common.arguments import parse_arguments
+from ..command import study_main
 from ..paired_study.arguments import PairedStudyArguments
 
-
-def main(argv: Sequence[str]) -> int:
-    """Runs what is missing of the study, then writes and prints the results."""
-    arguments = parse_arguments(PairedStudyArguments, argv, prog="dynattn reproduce seq2seq", description=__doc__)
-    from ..paired_study.job import run_study  # slow to import, so not before the arguments are parsed
-    from .study import SEQ2SEQ
-
-    print(run_study(SEQ2SEQ, arguments))
-    return 0
+main = partial(study_main, "seq2seq", PairedStudyArguments, __doc__)

@@ -7,16 +7,9 @@ several seeds; then ablations of RCMHA, and WikiText-2 characters if `--wikitext
 given. Finished runs are not repeated, so an interrupted study resumes where it stopped, and seeds can be added later.
 """
 
-from collections.abc import Sequence
+from functools import partial
 
-from ...common.arguments import parse_arguments
+from ..command import study_main
 from .arguments import StudyArguments
 
-
-def main(argv: Sequence[str]) -> int:
-    """Trains what is missing, then writes and prints the results."""
-    arguments = parse_arguments(StudyArguments, argv, prog="dynattn reproduce tiny-shakespeare", description=__doc__)
-    from .job import run_study  # slow to import, so not before the arguments are parsed
-
-    print(run_study(arguments))
-    return 0
+main = partial(study_main, "tiny-shakespeare", StudyArguments, __doc__)

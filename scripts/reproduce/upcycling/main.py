@@ -9,16 +9,9 @@ frozen at first. The learning rates of the first two are chosen on a seed that i
 of the second. Finished runs are not repeated, so an interrupted study resumes where it stopped.
 """
 
-from collections.abc import Sequence
+from functools import partial
 
-from ...common.arguments import parse_arguments
+from ..command import study_main
 from .arguments import UpcyclingArguments
 
-
-def main(argv: Sequence[str]) -> int:
-    """Runs what is missing of the study, then writes and prints the results."""
-    arguments = parse_arguments(UpcyclingArguments, argv, prog="dynattn reproduce upcycling", description=__doc__)
-    from .job import run_study  # slow to import, so not before the arguments are parsed
-
-    print(run_study(arguments))
-    return 0
+main = partial(study_main, "upcycling", UpcyclingArguments, __doc__)

@@ -15,9 +15,9 @@ from dynattn.scripts.reproduce.paired_study.job import Run
 from dynattn.scripts.reproduce.seq2seq import training
 from dynattn.scripts.reproduce.seq2seq.arms import ARMS, CONTRASTS, make_model
 from dynattn.scripts.reproduce.seq2seq.generated import FIRST_SYMBOL, TRANSFORMATIONS, draw_pairs
+from dynattn.scripts.reproduce.seq2seq.job import SEQ2SEQ
 from dynattn.scripts.reproduce.seq2seq.names import Names, edit_distance, load_names, part_of
 from dynattn.scripts.reproduce.seq2seq.pairs import EOS, FIRST_TOKEN, IGNORED, PAD, make_batch
-from dynattn.scripts.reproduce.seq2seq.study import SEQ2SEQ
 from dynattn.scripts.reproduce.seq2seq.training import SIZES, read_answers, run_one
 
 SHAPE = SIZES[True]["sequences"].shape

@@ -13,7 +13,7 @@ from dynattn.scripts.reproduce.vision import training
 from dynattn.scripts.reproduce.vision.arms import ARMS, CONTINUED, CONTRASTS, PARENT, continue_parent, make_model
 from dynattn.scripts.reproduce.vision.digits import FOLDS, load_digits, splits
 from dynattn.scripts.reproduce.vision.glyphs import CHARACTERS, SEEN, UNSEEN, Distortions, draw_glyphs, draw_one
-from dynattn.scripts.reproduce.vision.study import VISION
+from dynattn.scripts.reproduce.vision.job import VISION
 from dynattn.scripts.reproduce.vision.training import SIZES, run_one
 
 SHAPE = SIZES[True]["digits"].shape

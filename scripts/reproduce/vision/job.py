@@ -1,6 +1,9 @@
-"""The study of DCViT on small images."""
+"""The study of DCViT on small images, and its run."""
+
+from functools import partial
 
 from ..paired_study.job import Metric, Study, Task
+from ..paired_study.job import run_study as run_paired_study
 from .arms import ARMS, CONTINUED, CONTRASTS
 from .training import SIZES, run_one
 
@@ -38,3 +41,4 @@ VISION = Study(
         "Nothing here says anything about ImageNet."
     ),
 )
+run_study = partial(run_paired_study, VISION)

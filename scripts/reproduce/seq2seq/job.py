@@ -1,6 +1,9 @@
-"""The study of encoder-decoders."""
+"""The study of encoder-decoders, and its run."""
+
+from functools import partial
 
 from ..paired_study.job import Metric, Study, Task
+from ..paired_study.job import run_study as run_paired_study
 from .arms import ARMS, CONTRASTS
 from .training import SIZES, run_one
 
@@ -28,3 +31,4 @@ SEQ2SEQ = Study(
         "than attention (positions, activation), so each is compared with its own kind only."
     ),
 )
+run_study = partial(run_paired_study, SEQ2SEQ)
