@@ -1,9 +1,8 @@
 """The whole comparison: its missing runs, then record, table and plot."""
 
 import json
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -29,6 +28,8 @@ from .variants import Variant, read_variants
 Rates = dict[str, float | None]
 # The last validation loss for each learning rate; None for a run that diverged.
 Losses = dict[str, float | None]
+# Makes the run of a seed, an arm and a learning rate, unless it has ended, and returns its folder.
+Train = Callable[[int, str, Any], Path]
 DIVERGED = "diverged.txt"
 
 
@@ -80,48 +81,60 @@ def make_runs(arguments: CompareArguments, variants: Sequence[Variant], output: 
         UserError: a learning rate or a model is not valid, the folder holds something else or runs on other texts, time
             was over before two seeds were complete, or all runs of the baseline diverged.
     """
-    runs = Runs(output, deadline_after(arguments.max_seconds))
+    runs = Runs(output, {variant.name: variant for variant in variants}, deadline_after(arguments.max_seconds))
     # Builds the arguments of all runs now, so that one that is not valid is refused before the first run.
     seeds = (arguments.tuning_seed, *arguments.measured_seeds)
-    planned = [runs.arguments(*cell) for cell in product(variants, seeds, arguments.learning_rates or (None,))]
-    check_models(runs, variants)
-    settings = {"variants": {variant.name: dict(variant.options) for variant in variants}}
+    cells = product(runs.variants, seeds, arguments.learning_rates or (None,))
+    planned = [runs.arguments(seed, name, rate) for name, seed, rate in cells]
+    check_models(runs)
+    settings = {"variants": {name: dict(variant.options) for name, variant in runs.variants.items()}}
     claim(output, settings, "comparison")
     check_same_texts(planned)
-    ended: dict[int, dict[str, RunRecord | None]] = {}
+    arms: dict[str, dict[int, RunRecord | None]] = {name: {} for name in runs.variants}
     try:
-        rates, losses = choose_rates(runs, variants, arguments)
+        rates, tuning = choose_rates(runs.trained, arms, arguments.learning_rates, arguments.tuning_seed)
         for seed in arguments.measured_seeds:
-            trains = {one.name: partial(runs.trained, one, seed, rates[one.name]) for one in variants}
-            ended[seed] = {name: measured_run(train) for name, train in trains.items()}
+            for name, ended in measured_arms(runs.trained, rates, [seed]).items():
+                arms[name] |= ended
     except OutOfTimeError as error:
-        if len(ended) < 2:
-            raise UserError(f"{error}; {len(ended)} seeds are complete, and a comparison needs 2 or more") from error
-        print(f"\n{error}; {len(ended)} of {arguments.seeds} seeds are complete", flush=True)
-    tuning = {"tuning_seed": arguments.tuning_seed, "learning_rates": arguments.learning_rates, "tuning_losses": losses}
-    arms = {variant.name: {seed: runs[variant.name] for seed, runs in ended.items()} for variant in variants}
+        complete = len(arms[variants[0].name])
+        if complete < 2:
+            raise UserError(f"{error}; {complete} seeds are complete, and a comparison needs 2 or more") from error
+        print(f"\n{error}; {complete} of {arguments.seeds} seeds are complete", flush=True)
     return make_record({**settings, **tuning, "chosen": rates}, arms, {name: name for name in arms})
 
 
-def check_models(runs: "Runs", variants: Sequence[Variant]) -> None:
+def check_models(runs: "Runs") -> None:
     """Raises UserError for a variant whose model cannot be built, before the runs of other variants take their time."""
-    for variant in variants:
+    for name in runs.variants:
         try:
-            plan_config(runs.arguments(variant, seed=0, rate=None))
+            plan_config(runs.arguments(seed=0, name=name, rate=None))
         except UserError as error:
-            raise UserError(f"{variant.name}: {error}") from error
+            raise UserError(f"{name}: {error}") from error
 
 
 def choose_rates(
-    runs: "Runs", variants: Sequence[Variant], arguments: CompareArguments
-) -> tuple[Rates, dict[str, Losses]]:
-    """The learning rate of each variant, None for that in its file, and the losses by which they were chosen."""
-    rates: Rates = {variant.name: None for variant in variants}
+    train: Train, arms: Iterable[str], rates: Sequence[float] | None, seed: int
+) -> tuple[Rates, dict[str, Any]]:
+    """The learning rate of each arm, the best of `rates` on a seed, and what the record says of the choice.
+
+    Without `rates` it is None, and each arm is trained with a rate of its own.
+    """
+    chosen: Rates = dict.fromkeys(arms)
     losses: dict[str, Losses] = {}
-    for variant in variants if arguments.learning_rates else ():
-        train = partial(runs.trained, variant, arguments.tuning_seed)
-        rates[variant.name], losses[variant.name] = choose_rate(train, arguments.learning_rates or [])
-    return rates, losses
+    for arm in chosen if rates else ():
+        chosen[arm], losses[arm] = choose_rate(partial(train, seed, arm), rates or ())
+    return chosen, {"tuning_seed": seed, "learning_rates": rates, "tuning_losses": losses}
+
+
+def measured_arms(
+    train: Train, rates: Mapping[str, float | None], seeds: Iterable[int]
+) -> dict[str, dict[int, RunRecord | None]]:
+    """Makes the runs of all arms, a seed in all of them before the next one; None for a run that diverged."""
+    arms: dict[str, dict[int, RunRecord | None]] = {arm: {} for arm in rates}
+    for seed, (arm, rate) in product(seeds, rates.items()):
+        arms[arm][seed] = measured_run(partial(train, seed, arm, rate))
+    return arms
 
 
 def choose_rate(train: Callable[[float], Path], rates: Sequence[float]) -> tuple[float, Losses]:
@@ -193,31 +206,30 @@ class Runs:
     """Makes the runs of a comparison in the folder `output`, each once, and starts none after `deadline`."""
 
     output: Path
-    deadline: float = math.inf
+    variants: Mapping[str, Variant]
+    deadline: float
 
-    def trained(self, variant: Variant, seed: int, rate: float | None) -> Path:
-        """The folder of a run, which is made first if it has not ended.
+    def trained(self, seed: int, name: str, rate: float | None) -> Path:
+        """The folder of a run of a variant, which is made first if it has not ended.
 
         Raises:
             OutOfTimeError: the run has not ended, and the deadline is over.
             DivergedError: the run has diverged, now or before.
         """
-        arguments = self.arguments(variant, seed, rate)
+        arguments = self.arguments(seed, name, rate)
         if time.monotonic() >= self.deadline and not has_ended(Path(arguments.output)):
             raise OutOfTimeError("the time is over; the same command goes on where it stopped")
         return train_once(arguments)
 
-    def arguments(self, variant: Variant, seed: int, rate: float | None) -> PretrainArguments:
+    def arguments(self, seed: int, name: str, rate: float | None) -> PretrainArguments:
         """The arguments of a run, whose folder is named after variant, seed and rate.
 
         Raises:
             UserError: an argument is not valid, or two contradict each other.
         """
-        name = variant.name if rate is None else f"{variant.name}-{rate:g}"
+        folder = self.output / f"seed-{seed}" / (name if rate is None else f"{name}-{rate:g}")
         changes = {} if rate is None else {"learning_rate": rate}
-        return PretrainArguments(
-            output=str(self.output / f"seed-{seed}" / name), seed=seed, **{**variant.options, **changes}
-        )
+        return PretrainArguments(output=str(folder), seed=seed, **{**self.variants[name].options, **changes})
 
 
 def command_of(arguments: CompareArguments) -> str:

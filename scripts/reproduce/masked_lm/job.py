@@ -1,10 +1,9 @@
 """The whole study: its missing runs, then record, table and plot."""
 
-from functools import partial
 from pathlib import Path
 
 from ...common.arguments import command_line
-from ...compare.job import choose_rate, measured_run, report_arms
+from ...compare.job import choose_rates, measured_arms, report_arms
 from ...compare.record import Record, compare_arms, make_record
 from ...compare.study_folder import claim
 from ...pretrain.same_texts import check_same_texts
@@ -33,17 +32,9 @@ def make_runs(arguments: MaskedLMArguments, output: Path) -> Record:
     planned = runs.planned()
     claim(output, runs.settings(), "study of masked language modeling")
     check_same_texts(planned)
-    trials = {arm: partial(runs.trained, arguments.tuning_seed, arm) for arm in arguments.arms}
-    chosen = {arm: choose_rate(trial, arguments.learning_rates) for arm, trial in trials.items()}
-    rates = {arm: rate for arm, (rate, _) in chosen.items()}
-    measured = {
-        seed: {arm: measured_run(partial(runs.trained, seed, arm, rate)) for arm, rate in rates.items()}
-        for seed in arguments.seeds
-    }
-    arms = {arm: {seed: ended[arm] for seed, ended in measured.items()} for arm in arguments.arms}
-    tuning = {"tuning_seed": arguments.tuning_seed, "learning_rates": arguments.learning_rates}
-    losses = {arm: found for arm, (_, found) in chosen.items()}
-    settings = {**runs.settings(), **tuning, "tuning_losses": losses, "chosen": rates}
+    rates, tuning = choose_rates(runs.trained, arguments.arms, arguments.learning_rates, arguments.tuning_seed)
+    arms = measured_arms(runs.trained, rates, arguments.seeds)
+    settings = {**runs.settings(), **tuning, "chosen": rates}
     record = make_record(settings, arms, {arm: ARMS[arm][0] for arm in arms})
     for arm in ("dynamic", "all"):  # which have as many parameters as the wide one
         if {"wide", arm} <= set(arms):

@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from ...common.arguments import command_line
-from ...compare.job import Losses, choose_rate, measured_run, report_arms
+from ...compare.job import choose_rates, measured_arms, measured_run, report_arms
 from ...compare.record import Record, make_record
 from ...compare.study_folder import claim
 from ...pretrain.same_texts import check_same_texts
@@ -38,25 +38,17 @@ def make_runs(arguments: UpcyclingArguments, output: Path) -> Record:
     planned = runs.planned((arguments.tuning_seed, *arguments.seeds), arguments.learning_rates)
     claim(output, runs.settings(), "upcycling study")
     check_same_texts(planned)
-    rates, losses = choose_rates(arguments, runs)
-    tuning = {"tuning_seed": arguments.tuning_seed, "learning_rates": arguments.learning_rates, "tuning_losses": losses}
-    measured = {
-        seed: {name: measured_run(partial(runs.continued, seed, name, rate)) for name, rate in rates.items()}
-        for seed in arguments.seeds
-    }
+    # Arms that compose share a learning rate.
+    shared, tuning = choose_rates(
+        runs.continued, ("plain", "composed"), arguments.learning_rates, arguments.tuning_seed
+    )
+    rates = {name: shared["composed" if arm.composed else "plain"] for name, arm in ARMS.items()}
+    arms = measured_arms(runs.continued, rates, arguments.seeds)
     parents = [measured_run(partial(runs.parent, seed)) for seed in arguments.seeds]
     record = make_record(
         {**runs.settings(), **tuning, "chosen": rates},
-        arms={name: {seed: ended[name] for seed, ended in measured.items()} for name in ARMS},
+        arms,
         labels={name: arm.label for name, arm in ARMS.items()},
         parents=[parent for parent in parents if parent is not None],
     )
     return {**record, "command": command_of(arguments)}
-
-
-def choose_rates(arguments: UpcyclingArguments, runs: Runs) -> tuple[dict[str, float], dict[str, Losses]]:
-    """The learning rate of each arm, one for all that compose, and the losses from which the rates are chosen."""
-    trials = {name: partial(runs.continued, arguments.tuning_seed, name) for name in ("plain", "composed")}
-    chosen = {name: choose_rate(trial, arguments.learning_rates) for name, trial in trials.items()}
-    rates = {name: chosen["composed" if arm.composed else "plain"][0] for name, arm in ARMS.items()}
-    return rates, {name: losses for name, (_, losses) in chosen.items()}
