@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -18,32 +17,32 @@ HEADS_IN_A_ROW = 8
 
 def draw_terms(measures: Sequence[Mapping[str, Any]], stage: str) -> Figure:
     """The size of each term of a stage by layer."""
-    figure, axes = plt.subplots(figsize=(6, 3.2))
-    for name, marker in zip(measures[0][stage]["terms"], MARKERS, strict=False):
-        sizes = [layer[stage]["terms"][name] for layer in measures]
-        axes.plot(range(len(measures)), sizes, marker=marker, ms=4, label=name.replace("_", " "))
-    _finish(axes, f"{stage}: size of terms, identity = 1", len(measures))
-    return figure
+    terms = measures[0][stage]["terms"]
+    sizes = {name.replace("_", " "): [layer[stage]["terms"][name] for layer in measures] for name in terms}
+    return _draw_by_layer(sizes, f"{stage}: size of terms, identity = 1")
 
 
 def draw_similarity(measures: Sequence[Mapping[str, Any]], stage: str) -> Figure:
     """How alike heads are before and after a stage, by layer."""
-    figure, axes = plt.subplots(figsize=(6, 3.2))
-    for index, label in enumerate(("before composing", "after composing")):
-        values = [layer[stage]["similarity"][index] for layer in measures]
-        axes.plot(range(len(measures)), values, marker=MARKERS[index], ms=4, label=label)
+    before, after = zip(*(layer[stage]["similarity"] for layer in measures), strict=True)
     what = "scores" if stage == "pre" else "probabilities"
-    _finish(axes, f"{stage}: mean cosine of two heads' {what}", len(measures))
-    return figure
+    title = f"{stage}: mean cosine of two heads' {what}"
+    return _draw_by_layer({"before composing": before, "after composing": after}, title)
 
 
-def _finish(axes: Axes, title: str, layers: int) -> None:
+def _draw_by_layer(curves: Mapping[str, Sequence[float]], title: str) -> Figure:
+    """Draws values `[layers]` by label."""
+    figure, axes = plt.subplots(figsize=(6, 3.2))
+    for (label, values), marker in zip(curves.items(), MARKERS, strict=False):
+        axes.plot(range(len(values)), values, marker=marker, ms=4, label=label)
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("layer")
+    layers = max(map(len, curves.values()))
     axes.set_xticks(range(layers) if layers <= 12 else range(0, layers, 4))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    axes.figure.tight_layout()  # type: ignore[union-attr]
+    figure.tight_layout()
+    return figure
 
 
 def draw_flow(flow: Tensor, title: str) -> Figure:

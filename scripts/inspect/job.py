@@ -1,7 +1,6 @@
 """The job: reads a text, runs the model on it, measures its compositions, and writes a page of numbers and pictures."""
 
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,20 +18,11 @@ from ..common.environment import provenance, versions
 from ..common.errors import UserError
 from ..common.folder_names import resolve_destination
 from .arguments import InspectArguments
-from .measures import ablate, head_flow, measure_layer
+from .measures import ablate, measure_layer
 from .observation import observe
 from .report import PAGE, PICTURES, write_report
 
 RESULT = "measures.json"
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """What was measured of a model on a text."""
-
-    record: dict[str, Any]  # all numbers, for `measures.json`
-    layers: list[LayerObservation]
-    flows: dict[str, list[Tensor]]  # `[H, H]` for each layer, by stage
 
 
 def inspect(arguments: InspectArguments) -> Path:
@@ -50,16 +40,22 @@ def inspect(arguments: InspectArguments) -> Path:
     check_vocabulary(model, tokenizer)
     model.config.output_attentions = False  # maps are taken from the layers, whose implementation returns none
     tokens, source = read_tokens(tokenizer, model, arguments)
-    inspection = look(model, tokens, arguments.model, source)
+    record, layers = look(model, tokens, arguments.model, source)
     shown = model.config.num_hidden_layers // 2 if arguments.layer is None else arguments.layer
     with staged_folder(output, check_free) as staging:
-        write_report(inspection.record, inspection.layers[shown], inspection.flows, shown, staging)
-        write_json(staging / RESULT, inspection.record)
+        write_report(record, layers[shown], shown, staging)
+        write_json(staging / RESULT, record)
     return output / PAGE
 
 
-def look(model: PreTrainedModel, tokens: Tensor, name: str, source: str) -> Inspection:
-    """Runs the model on `tokens` `[1, T]`, as it is and without each of its terms, and measures both."""
+def look(
+    model: PreTrainedModel, tokens: Tensor, name: str, source: str
+) -> tuple[dict[str, Any], list[LayerObservation]]:
+    """Runs the model on `tokens` `[1, T]`, as it is and without each of its terms.
+
+    Returns:
+        All numbers, for `measures.json`, and what each layer computed.
+    """
     started = time.perf_counter()
     layers, loss = observe(model, tokens)
     refuse_nan(torch.tensor(loss))
@@ -74,8 +70,7 @@ def look(model: PreTrainedModel, tokens: Tensor, name: str, source: str) -> Insp
         "versions": versions(),
         **provenance(),
     }
-    flows = {stage: [head_flow(layer, stage) for layer in layers] for stage in layers[0].stages}
-    return Inspection({**record, "seconds": time.perf_counter() - started}, layers, flows)
+    return {**record, "seconds": time.perf_counter() - started}, layers
 
 
 def check_output(output: Path, overwrite: bool) -> None:

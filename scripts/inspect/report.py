@@ -1,15 +1,15 @@
 """Writes the page of an inspection, and its pictures as files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from ..common.composition_observation import STAGES, LayerObservation
 from ..common.html_page import as_png, heading, page, paragraph, picture, table
 from .figures import draw_flow, draw_maps, draw_similarity, draw_terms
+from .measures import head_flow
 
 PAGE = "page.html"
 # The files of all pictures that a page may have; `stage_figures` makes those of one stage.
@@ -25,24 +25,17 @@ RANK = (
 )
 
 
-def write_report(
-    record: Mapping[str, Any],
-    layer: LayerObservation,
-    flows: Mapping[str, Sequence[Tensor]],
-    shown: int,
-    folder: Path,
-) -> None:
+def write_report(record: Mapping[str, Any], layer: LayerObservation, shown: int, folder: Path) -> None:
     """Writes `page.html`, which needs no other file, and each picture as a PNG.
 
     Args:
         record: what `look` measured.
         layer: the layer whose maps are drawn, which is number `shown`.
-        flows: for each stage, `[H, H]` of each layer.
     """
     parts = [paragraph(summary(record)), heading("Without a term"), ablation_table(record)]
     for stage in layer.stages:
         parts += [heading(TITLES[stage]), paragraph(EXPLANATIONS[stage]), layer_table(record, stage), paragraph(RANK)]
-        for name, (figure, caption) in stage_figures(record, layer, flows[stage][shown], shown, stage).items():
+        for name, (figure, caption) in stage_figures(record, layer, shown, stage).items():
             png = as_png(figure)
             (folder / f"{stage}-{name}.png").write_bytes(png)
             parts.append(picture(png, caption))
@@ -50,9 +43,9 @@ def write_report(
 
 
 def stage_figures(
-    record: Mapping[str, Any], layer: LayerObservation, flow: Tensor, shown: int, stage: str
+    record: Mapping[str, Any], layer: LayerObservation, shown: int, stage: str
 ) -> dict[str, tuple[Figure, str]]:
-    """The pictures of a stage by name, each with its caption; `flow` is `[H, H]`."""
+    """The pictures of a stage by name, each with its caption."""
     return {
         "terms": (
             draw_terms(record["layers"], stage),
@@ -63,7 +56,7 @@ def stage_figures(
             "Mean cosine of the maps of two heads, over visible pairs: 1 if all heads do the same.",
         ),
         "flow": (
-            draw_flow(flow, f"layer {shown}: from head to head"),
+            draw_flow(head_flow(layer, stage), f"layer {shown}: from head to head"),
             "Mean size of what a head's map adds to another head's. After the softmax these are virtual heads: the "
             "probabilities of one head weigh the values of another.",
         ),
