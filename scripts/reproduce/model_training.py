@@ -35,12 +35,17 @@ def train_steps(model: nn.Module, learning_rate: float, steps: int, loss_of: Cal
     model.train()
     for step in range(steps):
         loss = loss_of(step)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        optimizer.step()
+        update(model, optimizer, loss)
         schedule.step()
     return float(loss.detach())
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """One step of the optimizer on the clipped gradients of a loss `[]`."""
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:

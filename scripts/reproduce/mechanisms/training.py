@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ...common.environment import hardware
+from ..model_training import update
 from .arms import ARMS
 from .plan import SOLVED, Preset, Run
 from .tasks import IGNORED, Task
 
-WARMUP_SHARE, LAST_RATE = 0.05, 0.1
-WEIGHT_DECAY, MAX_GRAD_NORM = 0.1, 1.0
+WARMUP_SHARE, LAST_RATE, WEIGHT_DECAY = 0.05, 0.1, 0.1
 # The seed of the sequences on which models are scored; no run trains with it.
 HELD_OUT_SEED = 2**31
 
@@ -70,10 +70,7 @@ def train(model: PreTrainedModel, task: Task, run: Run, preset: Preset, device: 
         tokens, targets = task.sample(preset.batch, fresh)
         targets[[_bytes(row) in known for row in tokens]] = IGNORED
         loss = F.cross_entropy(*answers(model, tokens.to(device), targets.to(device)))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        optimizer.step()
+        update(model, optimizer, loss)
         schedule.step()
         if step % preset.score_every == 0 or step == preset.steps:
             curve.append((step * preset.batch, score(model, *held_out, device)))

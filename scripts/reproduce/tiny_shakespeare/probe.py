@@ -10,9 +10,10 @@ from transformers.cache_utils import Cache
 
 from ...common.measuring import interleave, peak_memory, sample
 from ...common.parallel_streams import ParallelStreams
+from ..model_training import update
 from .plan import TYPES, Run, Setting
 from .text import Corpus
-from .training import make_model, read_segment, training_streams, update
+from .training import make_model, read_segment, training_streams
 
 CPU = torch.device("cpu")
 

@@ -34,6 +34,7 @@ QUOTED = {
     ),
 }
 SCORES = ("accuracy", "bits_per_character")
+COSTS = ("tokens_per_second", "wall_seconds", "train_cpu_seconds")
 # What may differ between the runs that a group compares.
 OF_A_VARIANT = ("group", "variant", "seed", "model")
 
@@ -121,10 +122,7 @@ def summarize(cell: Cell, runs: Sequence[Run]) -> dict[str, Any]:
         "seeds": [seed_of(run) for run in runs],
         "parameters": runs[0]["parameters"],
         **{split: {score: spread([run[split][score] for run in runs]) for score in SCORES} for split in splits},
-        **{
-            name: spread([run[name] for run in runs])
-            for name in ("tokens_per_second", "wall_seconds", "train_cpu_seconds")
-        },
+        **{name: spread([run[name] for run in runs]) for name in COSTS},
     }
 
 
@@ -141,29 +139,20 @@ def compare(runs: Mapping[Cell, Sequence[Run]], cell: Cell, than: Cell) -> dict[
 
 def check_order(runs: Mapping[Cell, Sequence[Run]], group: str) -> dict[str, Any] | None:
     """Whether validation accuracy gives the paper's order of the types; None if they share no seed that ended well."""
-    cells = [(group, kind) for kind in TYPES]
-    if any(cell not in runs for cell in cells):
-        return None
-    by_type = {
-        kind: {seed_of(run): run["validation"]["accuracy"] for run in runs[group, kind] if has_ended_well(run)}
-        for _, kind in cells
-    }
-    seeds = sorted(set.intersection(*(set(scores) for scores in by_type.values())))
+    ended = {kind: [run for run in runs.get((group, kind), ()) if has_ended_well(run)] for kind in TYPES}
+    scores = {kind: {seed_of(run): run["validation"]["accuracy"] for run in ended[kind]} for kind in TYPES}
+    seeds = sorted(set.intersection(*map(set, scores.values())))
     if not seeds:
         return None
-    shared = {cell: [run for run in runs[cell] if seed_of(run) in seeds] for cell in cells}
-    means = {kind: spread([scores[seed] for seed in seeds])["mean"] for kind, scores in by_type.items()}
-    order = _best_first(means)
+    shared = {(group, kind): [run for run in ended[kind] if seed_of(run) in seeds] for kind in TYPES}
+    order = _best_first({kind: spread([scores[kind][seed] for seed in seeds])["mean"] for kind in TYPES})
+    by_seed = {seed: _best_first({kind: scores[kind][seed] for kind in TYPES}) for seed in seeds}
     return {
         "group": group,
         "seeds": seeds,
         "order": order,
         "is_the_papers": order == list(PAPER_ORDER),
-        "seeds_in_the_papers_order": [
-            seed
-            for seed in seeds
-            if _best_first({kind: scores[seed] for kind, scores in by_type.items()}) == list(PAPER_ORDER)
-        ],
+        "seeds_in_the_papers_order": [seed for seed in seeds if by_seed[seed] == list(PAPER_ORDER)],
         "pairs": [compare(shared, (group, better), (group, worse)) for better, worse in pairwise(PAPER_ORDER)],
     }
 

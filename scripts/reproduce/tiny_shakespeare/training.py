@@ -16,11 +16,11 @@ from ....modeling.caches.names import cache_in, named_cache
 from ....modeling.modeling_rcmha import RCMHAForCausalLM
 from ...common.environment import hardware, versions
 from ...common.parallel_streams import ParallelStreams
+from ..model_training import update
 from .plan import PEAK_RATE, Run
 from .progress import StudyProgress, Tally
 from .text import Corpus
 
-MAX_GRAD_NORM = 1.0
 CURVE_POINTS = 20
 
 
@@ -145,14 +145,6 @@ def read_segment(
     output = model(input_ids=inputs, use_cache=True, **named_cache(memory))
     loss = F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
     return output.logits, loss, cache_in(output)
-
-
-def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    """One step of the optimizer on the clipped gradients of a loss `[]`."""
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @torch.no_grad()
