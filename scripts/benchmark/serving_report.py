@@ -12,6 +12,7 @@ import json
 import os
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,13 @@ MODULE = "dynattn.scripts.benchmark.serving_report"
 PACKAGES = ("torch", "transformers", "vllm")
 COLUMNS = ["clients", "server", "requests/s", "ratio", "ratio by processor time"]
 COLUMNS += ["first token, ms", "p95", "between tokens, ms", "p95"]
+TIMES = ("first_token", "first_token_p95", "between_tokens", "between_tokens_p95")
 HEADING = """`{command}`
 
 Commit {commit}, {packages}; {hardware}, {threads} threads; load average {load}.
 
-{model}, float32, random weights. {requests} requests for each client (at least 4 in all), with prompts of {prompt}
+DCFormer of {layers} layers, {heads} heads of {width}, {vocabulary} tokens, float32, random weights. {requests} \
+requests for each client (at least 4 in all), with prompts of {shortest} to {longest}
 tokens and {new} new ones; greedy. Medians of {rounds} interleaved rounds. Ratios are to `generate` with composed heads
 in the same round: of requests a second, and of requests in a second of processor time, which does not depend on what
 else the machine does. Time to the first token counts from when a client sends. Answers with the tokens of `generate`:
@@ -124,9 +127,7 @@ def summarize(answers: Sequence[Answer]) -> dict[str, float]:
     """Requests a second, and medians and 95th percentiles of seconds, over all answers."""
     seconds = max(answer.times[-1] for answer in answers) - min(answer.sent for answer in answers)
     first = [answer.times[0] - answer.sent for answer in answers]
-    between = [
-        later - earlier for answer in answers for earlier, later in zip(answer.times, answer.times[1:], strict=False)
-    ]
+    between = [later - earlier for answer in answers for earlier, later in pairwise(answer.times)]
     return {
         "requests_per_second": len(answers) / seconds,
         "first_token": statistics.median(first),
@@ -143,22 +144,15 @@ def quantile(values: Sequence[float]) -> float:
 
 def as_markdown(record: dict[str, Any]) -> str:
     """Returns the table of a record, with a row for each number of clients and each server."""
-    options = record["options"]
-    runs = record["runs"]
+    options, runs = record["options"], record["runs"]
     groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for run in runs:
         groups.setdefault((run["clients"], run["server"]), []).append(run)
     heading = HEADING.format(
-        command=record["command"],
-        commit=record["commit"],
-        hardware=record["hardware"],
+        **{**record, **options},
         load=", ".join(f"{one:.1f}" for one in record["load_average"]),
-        model=f"DCFormer of {options['layers']} layers, {options['heads']} heads of {options['width']}, "
-        f"{options['vocabulary']} tokens",
-        prompt=f"{options['shortest']} to {options['longest']}",
-        same=f"{sum(run['same'] for run in runs)} of {sum(run['requests'] for run in runs)}",
         packages=", ".join(f"{name} {record['versions'][name]}" for name in PACKAGES if name in record["versions"]),
-        **{name: options[name] for name in ("threads", "requests", "new", "rounds")},
+        same=f"{sum(run['same'] for run in runs)} of {sum(run['requests'] for run in runs)}",
     )
     rows = []
     for (clients, server), group in groups.items():
@@ -166,13 +160,10 @@ def as_markdown(record: dict[str, Any]) -> str:
         rates = [run["requests_per_second"] for run in group]
         ratios = [rate / alone["requests_per_second"] for rate, (_, alone) in zip(rates, pairs, strict=True)]
         by_processor = [alone["processor_seconds"] / run["processor_seconds"] for run, alone in pairs]
-        cells = [
-            f"{statistics.median(rates):.3g}",
-            *(f"{statistics.median(one):.2f}" for one in (ratios, by_processor)),
-        ]
-        for name in ("first_token", "first_token_p95", "between_tokens", "between_tokens_p95"):
-            cells.append(f"{statistics.median(run[name] for run in group) * 1e3:.3g}")
-        rows.append([str(clients), server, *cells])
+        speeds = [f"{statistics.median(rates):.3g}"]
+        speeds += [f"{statistics.median(one):.2f}" for one in (ratios, by_processor)]
+        times = [f"{statistics.median(run[name] for run in group) * 1e3:.3g}" for name in TIMES]
+        rows.append([str(clients), server, *speeds, *times])
     return f"{heading}\n{table(COLUMNS, rows)}\n"
 
 

@@ -58,17 +58,17 @@ def compare_variants(
     def measure() -> Record:
         return {**make_runs(arguments, variants, output), "command": command, "quoted": quoted}
 
-    return report_arms(output, None if arguments.redraw else measure)
+    return report_arms(output, measure, redraw=arguments.redraw)
 
 
-def report_arms(output: Path, measure: Callable[[], Record] | None) -> str:
+def report_arms(output: Path, measure: Callable[[], Record], *, redraw: bool) -> str:
     """Writes the record of a study of arms, its table and its plot; returns the table and the names of the files.
 
     Args:
-        measure: makes the runs that are missing and returns the record; the folder is locked during the call. None
-            draws the record that is there.
+        measure: makes the runs that are missing and returns the record; the folder is locked during the call.
+        redraw: draws the record that is there, without that call.
     """
-    if measure is not None:
+    if not redraw:
         with lock_of(output):
             write_record(output, measure())
     return draw(output, table, draw_arms, PLOT)

@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice, takewhile
 from multiprocessing import active_children, get_context
@@ -44,6 +45,7 @@ class AnyRun(Protocol):
     def file_name(self) -> str: ...
 
 
+@dataclass
 class StudyRuns:
     """Makes runs and keeps their results.
 
@@ -57,18 +59,15 @@ class StudyRuns:
             file with the same names but another definition belongs to another run.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        run_one: Callable[[Any], Result],
-        describe: Callable[[Result], str],
-        workers: int,
-        max_seconds: float | None,
-        definition: Callable[[Any], Mapping[str, Any]] = lambda run: {},
-    ) -> None:
-        self.folder, self.run_one, self.describe, self.workers = folder, run_one, describe, workers
-        self.definition = definition
-        self.deadline = deadline_after(max_seconds)
+    folder: Path
+    run_one: Callable[[Any], Result]
+    describe: Callable[[Result], str]
+    workers: int
+    max_seconds: float | None
+    definition: Callable[[Any], Mapping[str, Any]] = lambda run: {}
+
+    def __post_init__(self) -> None:
+        self.deadline = deadline_after(self.max_seconds)
         self._results: dict[str, Result] = {}
         source_commit()  # files of runs name it, and the checkout may have changed when they are written
 

@@ -19,7 +19,7 @@ def run_study(arguments: MaskedLMArguments) -> str:
         UserError: the folder holds a study with other settings, a run failed, or there is no record to redraw.
     """
     output = Path(str(arguments.output))
-    return report_arms(output, None if arguments.redraw else lambda: make_runs(arguments, output))
+    return report_arms(output, lambda: make_runs(arguments, output), redraw=arguments.redraw)
 
 
 def make_runs(arguments: MaskedLMArguments, output: Path) -> Record:
