@@ -45,8 +45,11 @@ def table(record: Mapping[str, Any]) -> str:
         rows.append([*sizes, *[""] * (len(head) - len(sizes))])
     for name, arm in record["arms"].items():
         speed = statistics.median(run["tokens_per_second"] for run in arm["runs"])
-        cells = _difference(compared.get(name)) + (_efficiency(compared.get(name), counted) if timed else [])
-        rows.append([*_sizes(arm["label"], arm["runs"], differ, measured), *cells, f"{speed:,.0f}"])
+        sizes = _sizes(arm["label"], arm["runs"], differ, measured)
+        cells = [""] * (len(head) - len(sizes) - 1)
+        if name in compared:
+            cells = _difference(compared[name]) + (_efficiency(compared[name], counted) if timed else [])
+        rows.append([*sizes, *cells, f"{speed:,.0f}"])
     return f"{markdown.table(head, rows)}\n\n{_reading(record, timed)}"
 
 
@@ -70,16 +73,12 @@ def _spread(values: Sequence[float | None]) -> str:
     return spread_in_words(spread(measured), ".4f") if measured else ""
 
 
-def _difference(comparison: Mapping[str, Any] | None) -> list[str]:
-    if comparison is None:
-        return [""] * 3
+def _difference(comparison: Mapping[str, Any]) -> list[str]:
     p = comparison.get("p_holm", comparison["p"])
     return [f"{comparison['mean']:+.4f}", interval_in_words(comparison, "+.4f"), p_in_words(p)]
 
 
-def _efficiency(comparison: Mapping[str, Any] | None, counted: bool) -> list[str]:
-    if comparison is None:
-        return [""] * (2 + counted)
+def _efficiency(comparison: Mapping[str, Any], counted: bool) -> list[str]:
     timed = comparison["equal_seconds"]
     ratios = [comparison["token_ratio"], *([comparison["operations_ratio"]] if counted else [])]
     return ["" if timed is None else mean_in_words(timed, "+.4f"), *map(_ratio, ratios)]

@@ -35,7 +35,8 @@ def run_study(arguments: MechanismsArguments) -> str:
         study.claim()
     missing = 0 if arguments.redraw else study.train()
     rest = f"\n{missing} runs are left; the same command goes on with them" if missing else ""
-    return f"{study.report()}{rest}"
+    write_record(study.output, study.record())
+    return draw(study.output, table, draw_solved, PLOT) + rest
 
 
 class Study:
@@ -80,18 +81,13 @@ class Study:
         groups = [[cell for cell in self.cells if (cell[1] in FIRST) is first] for first in (True, False)]
         return sum(self.runs.make(self._tuning(cells)) or self.runs.make(self._measured(cells)) for cells in groups)
 
-    def report(self) -> str:
-        """Writes record, table and plot; returns the table and the names of the files."""
-        write_record(self.output, self._record())
-        return draw(self.output, table, draw_solved, PLOT)
-
-    def _record(self) -> Record:
+    def record(self) -> Record:
         """The record of the finished runs. In a folder with a record but no runs: that record, with new tests."""
-        results, record = self.runs.results(self._measured(self.cells)), self.output / RECORD
+        results, stored = self.runs.results(self._measured(self.cells)), self.output / RECORD
         if results:
             return make_record(results, self._settings())
-        if self.arguments.redraw and record.exists() and not self.runs.folder.exists():
-            return with_tests(read_json(record, "give another --output"))
+        if self.arguments.redraw and stored.exists() and not self.runs.folder.exists():
+            return with_tests(read_json(stored, "give another --output"))
         raise UserError(f"{self.output} holds no measured run yet; run the study without --redraw, or longer")
 
     def _settings(self) -> dict[str, Any]:

@@ -158,14 +158,15 @@ class Plan:
         rates, seed = self.arguments.rates, self.arguments.tuning_seed
         if len(rates) == 1:
             return []
-        return [self._run(*cell, seed, rate, tuning=True) for cell in self._cells() for rate in rates]
+        quick = self.arguments.quick
+        return [Run(*cell, seed, rate, tuning=True, quick=quick) for cell in self._cells() for rate in rates]
 
     def measured(self) -> Iterator[Run]:
         """The runs that count: a seed in all arms of all tasks before the next, so that unfinished studies are fair."""
         rates = self._rates()
         for seed in self.arguments.seeds:
             for cell in [cell for cell in self._cells() if cell in rates]:
-                yield self._run(*cell, seed, rates[cell], tuning=False)
+                yield Run(*cell, seed, rates[cell], tuning=False, quick=self.arguments.quick)
 
     def missing(self) -> int:
         """How many runs are not finished, those included whose learning rate is not chosen yet."""
@@ -197,9 +198,6 @@ class Plan:
         if len(self.arguments.rates) == 1:
             return dict.fromkeys(self._cells(), self.arguments.rates[0])
         return self.runs.best_rates(self.tuning(), partial(merit, self.study))
-
-    def _run(self, task: str, arm: str, seed: int, rate: float, tuning: bool) -> Run:
-        return Run(task, arm, seed, rate, tuning, self.arguments.quick)
 
 
 def merit(study: Study, result: Result) -> float:

@@ -86,7 +86,8 @@ def _arms_table(record: Mapping[str, Any], task: str) -> str:
     head = ["", "parameters", "MFLOP", "seconds", "learning rate", *(metric["label"] for metric in metrics)]
     rows = []
     for name, arm in record["results"][task]["arms"].items():
-        numbers = [_mean(arm["metrics"][metric["name"]], arm["seeds"], metric["digits"]) for metric in metrics]
+        summaries = [(arm["metrics"][metric["name"]], f".{metric['digits']}f") for metric in metrics]
+        numbers = [diverged(one, arm["seeds"]) or spread_in_words(one, form) for one, form in summaries]
         costs = [f"{arm['parameters']:,.0f}", f"{arm['flops'] / 1e6:.2f}", f"{arm['cpu_seconds']:.0f}"]
         rows.append([record["arms"][name], *costs, f"{arm['learning_rate']:g}", *numbers])
     return markdown.table(head, rows)
@@ -111,10 +112,6 @@ def _difference(test: Mapping[str, Any], digits: int) -> list[str]:
     if told := diverged(test, test["seeds"]):
         return [told, ""]
     return [mean_in_words(test, f"+.{digits}f"), p_in_words(test["p_holm"])]
-
-
-def _mean(summary: Mapping[str, Any], seeds: Sequence[int], digits: int) -> str:
-    return diverged(summary, seeds) or spread_in_words(summary, f".{digits}f")
 
 
 def _reading(record: Mapping[str, Any]) -> str:
