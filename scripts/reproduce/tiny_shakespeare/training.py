@@ -187,8 +187,8 @@ def seen_text(run: Run, corpus: Corpus) -> ParallelStreams:
     setting, streams = run.setting, training_streams(run, corpus)
     first, length = first_segment(run, streams), streams.inputs.shape[1]
     stop = min((first + setting.steps) * setting.segment, length)
-    pieces = max(setting.evaluation_streams // setting.streams, 1)
     wanted = min(held_out(run, corpus).inputs.numel() // setting.streams, stop - first * setting.segment)
+    pieces = max(min(setting.evaluation_streams // setting.streams, wanted), 1)
     part = slice(stop - wanted // pieces * pieces, stop)
     inputs, targets = (
         side[:, part].reshape(setting.streams * pieces, -1) for side in (streams.inputs, streams.targets)

@@ -129,6 +129,12 @@ def test_training_scores_are_of_text_that_was_trained_on(seed: int, steps: int):
     assert torch.equal(seen.inputs + 1, seen.targets)
 
 
+def test_text_of_fewer_characters_than_streams_of_the_validation_split_is_scored_as_well():
+    run = run_of(replace(TINY, segment=2, evaluation_streams=64))
+    seen = training.seen_text(run, corpus_of(5000))
+    assert seen.inputs.shape == (2 * 6, 1), "three segments of two characters in two streams"
+
+
 def test_seeds_start_at_different_places_and_variants_of_a_seed_at_the_same():
     streams = ParallelStreams.cut(torch.arange(5000), 2, 8)
     starts = [{training.first_segment(run_of(TINY, seed, kind), streams) for kind in TYPES} for seed in range(3)]
