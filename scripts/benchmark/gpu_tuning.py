@@ -116,8 +116,7 @@ def make_trial(
             check_device(settings.device, first_line(error))
             raise
         finally:
-            if timer is not None:
-                timer.cancel()
+            timer.cancel()
 
     def measure() -> float:
         seconds = []

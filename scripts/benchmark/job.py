@@ -4,7 +4,6 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -139,34 +138,32 @@ def measure(
         if place in record["finished"]:
             continue  # without its inputs, which take longer than many a case
         for case in cases_of(subject, shape, settings):
-            measure_case(subject, candidates, shape, case, settings, record, interruptions)
+            measure_case(case, place | describe_case(case, subject), candidates, settings, interruptions)
         if not record["cases_left_out"]:
             record["finished"].append(place)
     return record | {"load_average_after": os.getloadavg(), "clocks_after": gpu_clocks(settings.device)}
 
 
 def measure_case(
-    subject: Subject,
-    candidates: Sequence[Candidate],
-    shape: Shape,
     case: Case,
+    entry: dict[str, Any],
+    candidates: Sequence[Candidate],
     settings: BenchmarkSettings,
-    record: dict[str, Any],
     interruptions: Interruptions,
 ) -> None:
-    """Adds a case to the record, unless it is there, or its name if time is over."""
-    entry = describe_case(subject, shape, case, settings)
-    if holds(record, entry):
+    """Adds a case to the record, unless it is there, or its name if time is over; `entry` is all of it but the rows."""
+    record = interruptions.record
+    if any(entry.items() <= before.items() for before in record["cases"]):
         return
     if settings.end is not None and time.monotonic() > settings.end:
         record["cases_left_out"].append(case_title(entry))
         return
     left_out = slow_with_fewer_tokens(entry, record["cases"])
     left_out |= interruptions.failures(entry, [one.name for one in candidates])
-    with noting(interruptions):
+    with interruptions.noting():
         rows = run_case(case, candidates, settings, left_out, partial(interruptions.begin, entry))
-    if subject is PROFILE:
-        add_profile(rows, case, shape, settings, record["machine"])
+    if entry["subject"] == PROFILE.name:
+        add_profile(rows, case, settings, record["machine"])
     record["cases"].append(entry | {"rows": rows})
     interruptions.save(record)
     print(f"\n{format_case(record['cases'][-1], record['machine']['gemm_flops_per_second'])}", flush=True)
@@ -193,29 +190,10 @@ def cases_of(subject: Subject, shape: Shape, settings: BenchmarkSettings) -> Ite
         raise UserError(f"{subject.name} cannot have the shape {shape}: {refusal_of(error)}") from error
 
 
-def holds(record: dict[str, Any], entry: dict[str, Any]) -> bool:
-    """Whether a record has the case that `describe_case` describes so."""
-    return any(entry.items() <= case.items() for case in record["cases"])
-
-
 def lacks_cases(record: dict[str, Any], selection: Selection, settings: BenchmarkSettings) -> bool:
     """Whether not all cases of one of the selected shapes are in a record."""
     places = (describe_place(subject, shape, settings) for subject, _, shape in selected_shapes(selection, settings))
     return any(place not in record.get("finished", []) for place in places)
-
-
-@contextmanager
-def noting(interruptions: Interruptions) -> Iterator[None]:
-    """Ends a case in the record, whatever ends it; if that is the loss of the device, says whose fault it is."""
-    try:
-        yield
-    except DeviceLostError as error:
-        interruptions.blame(str(error))
-        raise
-    except BaseException:  # Ctrl-C, or a fault of this program: nothing is said against what was running
-        interruptions.stop()
-        raise
-    interruptions.end()
 
 
 def measure_machine(settings: BenchmarkSettings) -> dict[str, float]:
@@ -256,10 +234,9 @@ def describe_place(subject: Subject, shape: Shape, settings: BenchmarkSettings) 
     }
 
 
-def describe_case(subject: Subject, shape: Shape, case: Case, settings: BenchmarkSettings) -> dict[str, Any]:
-    """A case in JSON types, without its rows."""
+def describe_case(case: Case, subject: Subject) -> dict[str, Any]:
+    """What else a case is in JSON types, without its rows."""
     return {
-        **describe_place(subject, shape, settings),
         "passes": case.passes,
         "window": case.window,
         "note": case.note,

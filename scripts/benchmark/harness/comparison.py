@@ -1,10 +1,10 @@
 """Runs one case: checks every candidate, measures its memory, and times all of them in interleaved rounds."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,9 +18,22 @@ from .settings import BenchmarkSettings
 # How the failure of a candidate begins if it was left out as too slow, and if there is no reference to compare it with.
 OVER_BUDGET, NO_REFERENCE = "over the budget", "the reference fails"
 Row = dict[str, Any]
-Call = Callable[[], Results]
-# Reference results of a function in float64 and in the dtype that is measured.
-References = Callable[[str], tuple[Results, Results]]
+# Is told which candidate is run next, None for all of them by turns.
+Begin = Callable[[str | None], None]
+
+
+class Contender(NamedTuple):
+    """A candidate that has passed its checks.
+
+    Attributes:
+        row: its row of the record, which its rounds finish.
+        call: what is timed.
+        references: results of the reference op in float64 and in the dtype that is measured.
+    """
+
+    row: Row
+    call: Callable[[], Results]
+    references: Sequence[Results]
 
 
 class OverBudgetError(Exception):
@@ -36,7 +49,7 @@ def run_case(
     candidates: Sequence[Candidate],
     settings: BenchmarkSettings,
     left_out: Mapping[str, str],
-    begin: Callable[[str | None], None],
+    begin: Begin,
 ) -> list[Row]:
     """Checks, measures and times every candidate; returns one row of the record for each.
 
@@ -44,23 +57,20 @@ def run_case(
 
     Args:
         left_out: the candidates that are not run, and the failures that their rows have.
-        begin: is told which candidate is run next, None for all of them by turns.
 
     Raises:
         DeviceLostError: a candidate fails, and after it the device fails every call.
     """
-    references = cache(lambda name: (case.reference(name, torch.float64), case.reference(name, settings.dtype)))
-    rows: dict[str, Row] = {
-        one.name: {"name": one.name, "role": one.role, "function": one.function} for one in candidates
-    }
-    calls: dict[str, Call] = {}
+    rows: list[Row] = [{"name": one.name, "role": one.role, "function": one.function} for one in candidates]
+    contenders: dict[str, Contender] = {}
+    references: dict[str, Sequence[Results]] = {}
 
     @cache
     def fault_of_reference(function: str) -> str | None:
         """Why a function has no references, if so. The time that they take, and their failure, are no candidate's."""
         begin(None)
         try:
-            references(function)
+            references[function] = [case.reference(function, dtype) for dtype in (torch.float64, settings.dtype)]
         except Exception as error:  # memory may not suffice for them
             failure = f"{NO_REFERENCE}: {describe(error)}"
             check_device(settings.device, failure)
@@ -68,26 +78,22 @@ def run_case(
         return None
 
     with fresh_compilation():
-        for candidate in candidates:
-            row = rows[candidate.name]
-            if candidate.name in left_out:
-                row["failure"] = left_out[candidate.name]
-                continue
-            if failure := fault_of_reference(candidate.function):
+        for candidate, row in zip(candidates, rows, strict=True):
+            if failure := left_out.get(candidate.name) or fault_of_reference(candidate.function):
                 row["failure"] = failure
                 continue
             try:
                 begin(candidate.name)
-                calls[candidate.name] = qualify(candidate.prepare(case.problem), row, references, settings)
+                given = references[candidate.function]
+                contenders[candidate.name] = qualify(candidate.prepare(case.problem), row, given, settings)
             except OverBudgetError as error:
                 row["failure"] = f"{OVER_BUDGET}: {error}"
             except Exception as error:  # compilers and kernels raise exceptions of any type
                 row["failure"] = describe(error)
                 check_device(settings.device, row["failure"])
-        time_who_remains(calls, rows, references, case, settings, begin)
-    finished = list(rows.values())
-    add_ratios(finished)
-    return finished
+        time_who_remains(contenders, case, settings, begin)
+    add_ratios(rows)
+    return rows
 
 
 def describe(error: Exception) -> str:
@@ -95,8 +101,10 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def qualify(call: Call, row: Row, references: References, settings: BenchmarkSettings) -> Call:
-    """Makes the first call (which compiles), measures peak memory and checks the results; returns the warm `call`.
+def qualify(
+    call: Callable[[], Results], row: Row, references: Sequence[Results], settings: BenchmarkSettings
+) -> Contender:
+    """Makes the first call (which compiles), measures peak memory and checks the results.
 
     Raises:
         OverBudgetError: the first call took longer than the settings allow.
@@ -106,73 +114,56 @@ def qualify(call: Call, row: Row, references: References, settings: BenchmarkSet
         raise OverBudgetError(f"its first call took {row['first_seconds']:.3g} s, more than {settings.budget:g} s")
     results: list[Results] = []
     row["peak_bytes"] = peak_memory(lambda: results.append(call()), settings.device)
-    row["verdict"] = judge(results.pop(), *references(row["function"]))
-    return call
+    row["verdict"] = judge(results.pop(), *references)
+    return Contender(row, call, references)
 
 
-def time_who_remains(
-    calls: dict[str, Call],
-    rows: Mapping[str, Row],
-    references: References,
-    case: Case,
-    settings: BenchmarkSettings,
-    begin: Callable[[str | None], None],
-) -> None:
-    """Times all candidates, and after a failure of one of them all others again; the arguments are those of `run_case`.
+def time_who_remains(contenders: dict[str, Contender], case: Case, settings: BenchmarkSettings, begin: Begin) -> None:
+    """Times all contenders, and after a failure of one of them all others again.
 
     Raises:
         DeviceLostError: a candidate fails, and after it the device fails every call.
     """
-    while calls:
+    while contenders:
         begin(None)
         try:
-            time_rounds(calls, rows, references, case, settings)
+            time_rounds(contenders, case, settings)
             break
         except CandidateError as error:
             name, failure = error.args
-            rows[name]["failure"] = failure
-            del calls[name], rows[name]["verdict"]
+            row = contenders.pop(name).row
+            row["failure"] = failure
+            del row["verdict"]
             begin(name)
             check_device(settings.device, failure)
 
 
-def time_rounds(
-    calls: dict[str, Call], rows: Mapping[str, Row], references: References, case: Case, settings: BenchmarkSettings
-) -> None:
-    """Times the candidates in interleaved rounds, checks them again, and finishes their rows.
+def time_rounds(contenders: Mapping[str, Contender], case: Case, settings: BenchmarkSettings) -> None:
+    """Times the contenders in interleaved rounds, checks them again, and finishes their rows.
 
     Raises:
         CandidateError: one of them fails; the rows of all others can be finished without it.
     """
-    device = settings.device
-    repeats = {
-        name: _blaming(name, partial(calls_of_a_sample, call, device, settings.sample_seconds))
-        for name, call in calls.items()
-    }
-    samplers = {
-        name: partial(_blaming, name, partial(sample, call, repeats[name], device)) for name, call in calls.items()
-    }
+    repeats, samplers, verdicts = dict[str, int](), dict[str, Callable[[], float]](), dict[str, Verdict]()
+    for name, one in contenders.items():
+        with blaming(name):
+            repeats[name] = calls_of_a_sample(one.call, settings.device, settings.sample_seconds)
+        samplers[name] = blaming(name)(partial(sample, one.call, repeats[name], settings.device))
     samples = interleave(samplers, settings.rounds, settings.budget)
-    verdicts = {
-        name: _blaming(name, partial(_judge_again, call, references(rows[name]["function"])))
-        for name, call in calls.items()
-    }
-    for name, verdict in verdicts.items():
-        row = rows[name]
-        row["samples"] = samples[name]
-        row["timing"] = asdict(summarize(samples[name], repeats[name]))
-        finish_row(row, verdict, case)
+    for name, one in contenders.items():
+        with blaming(name):
+            verdicts[name] = judge(one.call(), *one.references)
+    for name, one in contenders.items():
+        one.row["samples"] = samples[name]
+        one.row["timing"] = asdict(summarize(samples[name], repeats[name]))
+        finish_row(one.row, verdicts[name], case)
 
 
-def _judge_again(call: Call, references: tuple[Results, Results]) -> Verdict:
-    """The verdict on one more call."""
-    return judge(call(), *references)
-
-
-def _blaming(name: str, call: Callable[[], Any]) -> Any:
-    """Calls, and raises CandidateError with the candidate's name for whatever is raised."""
+@contextmanager
+def blaming(name: str) -> Iterator[None]:
+    """Raises CandidateError with the candidate's name for whatever is raised in the block."""
     try:
-        return call()
+        yield
     except Exception as error:  # kernels raise exceptions of any type
         raise CandidateError(name, describe(error)) from error
 

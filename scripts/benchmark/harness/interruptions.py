@@ -9,7 +9,8 @@ is left out at once.
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,23 +36,22 @@ def check_device(device: torch.device, failure: str) -> None:
         raise DeviceLostError(f"{failure}; the device is lost ({first_line(error)})") from error
 
 
-def end_when_hanging(budget: float | None, note: Callable[[str], None]) -> threading.Timer | None:
+def end_when_hanging(budget: float | None, note: Callable[[str], None]) -> threading.Timer:
     """Starts a timer that passes the failure to `note` and ends the process, whose main thread then hangs in a call.
 
-    `budget` is the seconds that a first call may take. Without it there is no timer, and None is returned.
+    `budget` is the seconds that a first call may take. Without it the timer is not started.
     """
+    seconds = BUDGETS_OF_A_HANG * (budget or 0.0)
 
     def give_up() -> None:
         note(f"it did not end within {seconds:g} s")
         sys.stdout.flush()
         os._exit(DEVICE_LOST)
 
-    if budget is None:
-        return None
-    seconds = BUDGETS_OF_A_HANG * budget
     timer = threading.Timer(seconds, give_up)
     timer.daemon = True
-    timer.start()
+    if budget is not None:
+        timer.start()
     return timer
 
 
@@ -86,14 +86,25 @@ class Interruptions:
         if name is not None:
             self.timer = end_when_hanging(self.budget, self._blame_for_hanging)
 
-    def end(self) -> None:
-        """Notes that a case is done; the record is saved with its rows."""
-        self._stop_timer()
-        self.record.pop("running", None)
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Notes that a case is done, whatever ends it; if that is the loss of the device, says whose fault it is.
+
+        A case that has come to its end is saved with its rows.
+        """
+        try:
+            yield
+        except DeviceLostError as error:
+            self.blame(str(error))
+            raise
+        except BaseException:  # Ctrl-C, or a fault of this program: nothing is said against what was running
+            self.stop()
+            raise
+        self._end()
 
     def stop(self) -> None:
         """Notes in the saved record, too, that nothing is measured any more."""
-        self.end()
+        self._end()
         self.save(self.record)
 
     def blame(self, failure: str) -> None:
@@ -106,10 +117,13 @@ class Interruptions:
         self.blame(failure)
         print(f"\n{name}: {failure}; --resume goes on without it")
 
+    def _end(self) -> None:
+        self._stop_timer()
+        self.record.pop("running", None)
+
     def _leave_out(self, running: Record, failure: str) -> None:
         self.record.setdefault("interrupted", []).append(running | {"failure": failure})
 
     def _stop_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
-        self.timer = None

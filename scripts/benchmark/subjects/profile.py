@@ -24,7 +24,7 @@ from ..harness.inputs import COMPOSED, OpInputs, evaluate
 from ..harness.interface import Candidate, Case, Subject
 from ..harness.overrides import override_attributes
 from ..harness.settings import BenchmarkSettings
-from ..harness.shapes import Shape, visible_pairs
+from ..harness.shapes import visible_pairs
 from . import attention
 from .attention import ATTENTION, COMPILE_MODES, OpProblem, call_op, compiling_as
 from .op_flops import composition_flops
@@ -208,17 +208,18 @@ def candidates(device: torch.device) -> list[Candidate]:
 
 
 def add_profile(
-    rows: list[dict[str, Any]], case: Case, shape: Shape, settings: BenchmarkSettings, machine: Mapping[str, float]
+    rows: list[dict[str, Any]], case: Case, settings: BenchmarkSettings, machine: Mapping[str, float]
 ) -> None:
     """Adds a `profile` to the row of the candidate `PROFILED`, if it was timed."""
-    pairs = shape.heads * settings.batch_size * visible_pairs(shape.length, case.window)
+    batch, heads, length, width = case.problem.inputs[COMPOSED].query.shape
+    pairs = heads * batch * visible_pairs(length, case.window)
+    composition = composition_flops(COMPOSED, heads)
     rates = machine["gemm_flops_per_second"], machine["pass_elements_per_second"]
     for row in rows:
         if row["name"] == PROFILED and "timing" in row:
             profile = Profile(case.problem, row["timing"]["calls"])
             interleave({PROFILED: profile.take}, settings.rounds, settings.budget)
-            composition = composition_flops(COMPOSED, shape.heads)
-            row["profile"] = profile.record(Floors(pairs, shape.width, composition, row["flops"], *rates))
+            row["profile"] = profile.record(Floors(pairs, width, composition, row["flops"], *rates))
 
 
 def pass_rate(device: torch.device) -> float:
