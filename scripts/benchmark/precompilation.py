@@ -131,7 +131,7 @@ class _Compiling:
 
 
 def _inputs(call: Call) -> tuple[MapInputs, MapSettings]:
-    """Inputs without memory like those that `make_inputs` makes for `COMPOSED`."""
+    """Inputs without memory like those that `inputs_of` makes for `COMPOSED`."""
     heads, width, length = call.shape.heads, call.shape.width, call.shape.length
 
     def empty(*shape: int) -> Tensor:

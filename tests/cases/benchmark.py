@@ -1,13 +1,18 @@
 """Runs of `dynattn benchmark` and inputs of its op, for several test files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dynattn.scripts import cli
-from dynattn.scripts.benchmark.harness.inputs import OpInputs, make_inputs
+from dynattn.scripts.benchmark.arguments import BenchmarkArguments
+from dynattn.scripts.benchmark.harness import inputs
+from dynattn.scripts.benchmark.harness.inputs import OpInputs
+from dynattn.scripts.benchmark.harness.settings import read_settings
+from dynattn.scripts.benchmark.harness.shapes import Shape
 
 
 def run_benchmark(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
@@ -34,6 +39,5 @@ def inputs_of(
     dtype: torch.dtype = torch.float64,
 ) -> OpInputs:
     """Random inputs of one function, batch 2, on the CPU."""
-    cpu = torch.device("cpu")
-    made = make_inputs(heads, width, queries, keys, batch=2, dtype=dtype, device=cpu, seed=3, window=window)
-    return made[function]
+    settings = replace(read_settings(BenchmarkArguments(batch_size=2, seed=3)), dtype=dtype)
+    return inputs.inputs_of(Shape(heads, width, keys), settings, queries=queries, window=window)[function]

@@ -52,12 +52,8 @@ class OpInputs:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "OpInputs":
         """The same inputs with a `change` `[...]` to `[...]` applied to every leaf and to the cotangent."""
-        stages: dict[str, Any] = {
-            "pre": None if self.pre is None else self.pre.map(change),
-            "post": None if self.post is None else self.post.map(change),
-        }
         tensors: dict[str, Any] = {name: change(getattr(self, name)) for name in ("query", "key", "value", "cotangent")}
-        return replace(self, **stages, **tensors)
+        return replace(self, **tensors, **self._stages(lambda stage: stage.map(change)))
 
     def rows(self, start: int, stop: int) -> "OpInputs":
         """Queries `start` to `stop` with the keys that they see; queries are aligned to the end of the keys."""
@@ -65,13 +61,8 @@ class OpInputs:
         first = 0 if self.window is None else max(0, cached + start - self.window + 1)
         queries = slice(start, stop)
         part = self.with_keys(slice(first, cached + stop if self.is_causal else None))
-        return replace(
-            part,
-            query=self.query[:, :, queries],
-            cotangent=self.cotangent[:, queries],
-            pre=None if part.pre is None else part.pre.narrow(queries),
-            post=None if part.post is None else part.post.narrow(queries),
-        )
+        stages = part._stages(lambda stage: stage.narrow(queries))
+        return replace(part, query=self.query[:, :, queries], cotangent=self.cotangent[:, queries], **stages)
 
     def with_keys(self, keys: slice) -> "OpInputs":
         """All queries with some keys."""
@@ -79,42 +70,45 @@ class OpInputs:
             self,
             key=self.key[:, :, keys],
             value=self.value[:, :, keys],
-            pre=None if self.pre is None else self.pre.narrow(keys=keys),
-            post=None if self.post is None else self.post.narrow(keys=keys),
             visible=None if self.visible is None else self.visible[..., keys],
+            **self._stages(lambda stage: stage.narrow(keys=keys)),
         )
+
+    def _stages(self, change: Callable[[Composition], Composition]) -> dict[str, Any]:
+        """Both compositions, by name, after a `change`; one that is absent stays so."""
+        stages = {"pre": self.pre, "post": self.post}
+        return {name: None if stage is None else change(stage) for name, stage in stages.items()}
 
 
 @dataclass(frozen=True)
 class RandomTensors:
     """Draws tensors in the memory layouts of the models, and of about the sizes that they have there."""
 
-    heads: int
-    width: int
-    batch: int
-    dtype: torch.dtype
-    device: torch.device
+    shape: Shape  # of which heads and width count
+    settings: BenchmarkSettings
     generator: Generator
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         """A random tensor `[*shape]`."""
-        return (torch.randn(*shape, generator=self.generator) * scale).to(self.device, self.dtype)
+        drawn = torch.randn(*shape, generator=self.generator) * scale
+        return drawn.to(self.settings.device, self.settings.dtype)
 
     def projected(self, length: int) -> Tensor:
         """`[B, H, length, D]`, token-major, as a projection writes it."""
-        return self.normal(self.batch, length, self.heads, self.width).transpose(1, 2)
+        return self.normal(self.settings.batch_size, length, self.shape.heads, self.shape.width).transpose(1, 2)
 
     def cached(self, length: int) -> Tensor:
         """`[B, H, length, D]`, head-major, as a cache keeps it."""
-        return self.normal(self.batch, self.heads, length, self.width)
+        return self.normal(self.settings.batch_size, self.shape.heads, length, self.shape.width)
 
     def static(self) -> Composition:
         """A static matrix alone."""
-        return Composition(static=self.normal(self.heads, self.heads, scale=0.5 * self.heads**-0.5))
+        heads = self.shape.heads
+        return Composition(static=self.normal(heads, heads, scale=0.5 * heads**-0.5))
 
     def dynamic(self, queries: int, keys: int) -> Composition:
         """All dynamic terms, as their generator writes them: heads contiguous, then tokens."""
-        batch, heads, terms = self.batch, self.heads, dict[str, Any]()
+        batch, heads, terms = self.settings.batch_size, self.shape.heads, dict[str, Any]()
         for side, length in (("query", queries), ("key", keys)):
             down = rms_norm(self.normal(batch, RANK, length, heads), 1e-6)
             terms[f"{side}_down"] = down.transpose(1, 2)
@@ -123,31 +117,28 @@ class RandomTensors:
         return Composition(**terms)
 
 
-def make_inputs(
-    heads: int,
-    width: int,
-    queries: int,
-    keys: int,
+def inputs_of(
+    shape: Shape,
+    settings: BenchmarkSettings,
     *,
-    batch: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
+    queries: int | None = None,
+    keys: int | None = None,
     window: int | None = None,
     is_causal: bool = True,
 ) -> dict[str, OpInputs]:
     """Random inputs for each function: the same queries, keys and values with different compositions.
 
     Composition changes scores by about their own size, so that an error in any term shows. More keys than queries come
-    from a cache.
+    from a cache. There are as many of either as the shape has tokens, unless others are given.
     """
-    draw = RandomTensors(heads, width, batch, dtype, device, Generator().manual_seed(seed))
+    queries, keys = queries or shape.length, keys or shape.length
+    draw = RandomTensors(shape, settings, Generator().manual_seed(settings.seed))
     keys_or_values = draw.projected if keys == queries else draw.cached
     plain = OpInputs(
         query=draw.projected(queries),
         key=keys_or_values(keys),
         value=keys_or_values(keys),
-        cotangent=draw.normal(batch, queries, heads, width),
+        cotangent=draw.normal(settings.batch_size, queries, shape.heads, shape.width),
         window=window,
         is_causal=is_causal,
     )
@@ -163,27 +154,6 @@ def make_inputs(
         QUERY: replace(plain, pre=terms_of(pre, *by_query), post=terms_of(post, *by_query)),
         GATES: replace(plain, pre=terms_of(pre, *gates), post=terms_of(post, *gates)),
     }
-
-
-def inputs_of(
-    shape: Shape, settings: BenchmarkSettings, *, queries: int | None = None, keys: int | None = None, **options: Any
-) -> dict[str, OpInputs]:
-    """Random inputs for each function, with the heads of a shape and as many queries and keys unless others are given.
-
-    Args:
-        options: further arguments of `make_inputs`.
-    """
-    return make_inputs(
-        shape.heads,
-        shape.width,
-        queries or shape.length,
-        keys or shape.length,
-        batch=settings.batch_size,
-        dtype=settings.dtype,
-        device=settings.device,
-        seed=settings.seed,
-        **options,
-    )
 
 
 def terms_of(composition: Composition, *names: str) -> Composition:
@@ -207,13 +177,16 @@ def requiring_grad(inputs: OpInputs) -> OpInputs:
 
 def attend_by_reference(inputs: OpInputs) -> Tensor:
     """The reference op, the eager implementation. Returns `[B, T, H, D]`."""
-    arguments: dict[str, Any] = {
-        "attention_mask": inputs.visible,
-        "is_causal": inputs.is_causal,
-        "sliding_window": inputs.window,
-    }
     output, _ = dcmha_eager(
-        inputs.query, inputs.key, inputs.value, pre=inputs.pre, post=inputs.post, scaling=inputs.scaling, **arguments
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        pre=inputs.pre,
+        post=inputs.post,
+        scaling=inputs.scaling,
+        attention_mask=inputs.visible,
+        is_causal=inputs.is_causal,
+        sliding_window=inputs.window,
     )
     return output
 

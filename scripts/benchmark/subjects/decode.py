@@ -32,18 +32,13 @@ def candidates(device: torch.device) -> list[Candidate]:
     entries: list[tuple[str, Role, str, Callable[[OpInputs], Tensor]]] = [
         (name, "ours", COMPOSED, partial(attend_step, implementation=name)) for name in COMPOSING_IMPLEMENTATIONS
     ]
-    entries += [("sdpa", "plain", PLAIN, attend_sdpa)]
-    entries += [("matmul", "plain", PLAIN, attend_whole)]
+    entries += [("sdpa", "plain", PLAIN, attend_sdpa), ("matmul", "plain", PLAIN, attend_whole)]
     found = []
     for name, role, function, attend in entries:
         found += [make_candidate(name, role, function, attend)]
         found += [make_candidate(f"{name}{COMPILED}", role, function, attend, compiles=True)]
     if device.type == "cuda":
-        found += [
-            make_graph_candidate(name, role, function, attend)
-            for name, role, function, attend in entries
-            if name in IN_GRAPHS
-        ]
+        found += [make_graph_candidate(*entry) for entry in entries if entry[0] in IN_GRAPHS]
     for compiles, ending in ((False, ""), (True, COMPILED)):
         prepare = partial(prepare_official, compiles=compiles)
         found += [Candidate(f"official{ending}", "other", COMPOSED, prepare)]
@@ -122,11 +117,4 @@ def make_case(
     )
 
 
-DECODE = Subject(
-    name="decode",
-    function=COMPOSED,
-    shapes=("16x64@2048", "32x128@2048"),
-    quick_shapes=("4x32@512",),
-    candidates=candidates,
-    cases=cases,
-)
+DECODE = Subject("decode", COMPOSED, ("16x64@2048", "32x128@2048"), ("4x32@512",), candidates, cases)

@@ -16,7 +16,7 @@ from ..harness.inputs import COMPOSED, PLAIN
 from ..harness.interface import COMPILED, Candidate, Case, Role, Subject
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
-from .models import ModelProblem, Step, make_case, make_problem
+from .models import QUICK_SHAPES, ModelProblem, Step, make_case, make_problem
 
 # The ending of candidates whose cache grows with every token, as that of `generate` does by default.
 DYNAMIC = "-dynamic"
@@ -90,11 +90,4 @@ def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
     yield make_case(problem, settings, logits=1, first=shape.length - 1)
 
 
-STEP = Subject(
-    name="step",
-    function=COMPOSED,
-    shapes=("16x64@2048",),
-    quick_shapes=("4x32@256",),
-    candidates=candidates,
-    cases=cases,
-)
+STEP = Subject("step", COMPOSED, ("16x64@2048",), QUICK_SHAPES, candidates, cases)

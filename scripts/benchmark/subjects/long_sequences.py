@@ -20,7 +20,6 @@ from ..harness.shapes import Shape
 from . import attention
 from .attention import OpProblem
 
-LENGTHS, QUICK_LENGTHS = tuple(1024 << doubling for doubling in range(7)), (1024, 2048)
 LONGEST_BACKWARD = 16384
 WINDOW = 256
 # The number of queries compared with the reference before the middle, and again before the end.
@@ -100,11 +99,5 @@ def with_cotangent_at(inputs: OpInputs, queries: Tensor) -> OpInputs:
     return replace(inputs, cotangent=cotangent.index_copy_(1, queries, inputs.cotangent[:, queries]))
 
 
-LONG = Subject(
-    name="long",
-    function=COMPOSED,
-    shapes=tuple(f"8x64@{length}" for length in LENGTHS),
-    quick_shapes=tuple(f"4x32@{length}" for length in QUICK_LENGTHS),
-    candidates=candidates,
-    cases=cases,
-)
+SHAPES = tuple(f"8x64@{1024 << doubling}" for doubling in range(7))
+LONG = Subject("long", COMPOSED, SHAPES, ("4x32@1024", "4x32@2048"), candidates, cases)

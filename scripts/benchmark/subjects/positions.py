@@ -14,7 +14,7 @@ from dynattn.configuration.mixers import NO_COMPOSITION
 
 from ..harness.accuracy import Results
 from ..harness.interface import Candidate, Subject
-from .models import ModelProblem, block_cases
+from .models import QUICK_SHAPES, ModelProblem, block_cases
 
 # The fields of a configuration for each scheme; `gain` is URPE's, beside rotary angles.
 SCHEMES: dict[str, dict[str, Any]] = {name: {"position_scheme": name} for name in POSITION_SCHEMES}
@@ -37,11 +37,5 @@ def prepare(problem: ModelProblem, function: str) -> Callable[[], Results]:
     return problem.step(problem.model(function, None), problem.tokens)
 
 
-POSITIONS = Subject(
-    name="positions",
-    function="rope",
-    shapes=("16x64@512", "16x64@2048"),
-    quick_shapes=("4x32@256",),
-    candidates=candidates,
-    cases=partial(block_cases, functions=FUNCTIONS),
-)
+cases = partial(block_cases, functions=FUNCTIONS)
+POSITIONS = Subject("positions", "rope", ("16x64@512", "16x64@2048"), QUICK_SHAPES, candidates, cases)

@@ -34,15 +34,6 @@ class LayerProblem(NamedTuple):
     weights: dict[str, dict[str, Tensor]]
     backward: bool
 
-    def layer(self, attention_type: str, implementation: str, dtype: torch.dtype) -> RCMHAAttention:
-        """Our layer of a type, with the problem's weights."""
-        config = copy.deepcopy(self.configs[attention_type])
-        config._attn_implementation = implementation
-        with torch.device(self.hidden_states.device):
-            layer = RCMHAAttention(config, layer_idx=0)
-        layer.load_state_dict(self.weights[attention_type])
-        return layer.to(dtype).requires_grad_(self.backward)
-
 
 def candidates(device: torch.device) -> list[Candidate]:
     """Each attention type in each of our implementations, and in the official style, eager and compiled."""
@@ -63,10 +54,14 @@ def prepare_ours(
 ) -> Callable[[], Results]:
     """Our layer, called as models call it."""
     dtype = dtype or problem.hidden_states.dtype
-    layer = problem.layer(kind, implementation, dtype)
+    config = copy.deepcopy(problem.configs[kind])
+    config._attn_implementation = implementation
+    with torch.device(problem.hidden_states.device):
+        layer = RCMHAAttention(config, layer_idx=0)
+    layer.load_state_dict(problem.weights[kind])
+    layer.to(dtype).requires_grad_(problem.backward)
     rows = problem.hidden_states.detach().to(dtype).requires_grad_(problem.backward)
-    length = problem.cotangent.shape[1]
-    segment = Segment(length)
+    segment = Segment(problem.cotangent.shape[1])
 
     def attend() -> Results:
         output, _ = layer(rows, segment)
@@ -140,25 +135,20 @@ def make_problem(shape: Shape, settings: BenchmarkSettings, *, backward: bool) -
 def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
     """Forward, then forward with backward."""
     for backward in (False, True):
-        yield make_case(make_problem(shape, settings, backward=backward), shape, settings)
+        yield make_case(shape, settings, backward=backward)
 
 
-def make_case(problem: LayerProblem, shape: Shape, settings: BenchmarkSettings) -> Case:
-    """One case with the rows and weights of a problem."""
-    times = settings.batch_size * (3 if problem.backward else 1)
+def make_case(shape: Shape, settings: BenchmarkSettings, *, backward: bool) -> Case:
+    """One case."""
+    problem = make_problem(shape, settings, backward=backward)
+    times = settings.batch_size * (3 if backward else 1)
     return Case(
-        passes=passes_of(problem.backward),
+        passes=passes_of(backward),
         problem=problem,
         reference=lambda kind, dtype: prepare_ours(problem, kind=kind, implementation="eager", dtype=dtype)(),
         flops=lambda kind: relative_flops(shape, kind) * times,
     )
 
 
-RELATIVE_ATTENTION = Subject(
-    name="relative",
-    function="rcmha",
-    shapes=("8x16@128+128", "8x16@512+512"),
-    quick_shapes=("8x16@128+128",),
-    candidates=candidates,
-    cases=cases,
-)
+SHAPES, QUICK_SHAPES = ("8x16@128+128", "8x16@512+512"), ("8x16@128+128",)
+RELATIVE_ATTENTION = Subject("relative", "rcmha", SHAPES, QUICK_SHAPES, candidates, cases)

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases.benchmark import run_benchmark
+from cases.benchmark import inputs_of, run_benchmark
 from torch import Tensor
 
 from dynattn.modeling.ops.dcmha import attention as dcmha
-from dynattn.scripts.benchmark.harness.inputs import COMPOSED, make_inputs, reference_results
+from dynattn.scripts.benchmark.harness.inputs import COMPOSED, reference_results
 from dynattn.scripts.benchmark.subjects import long_sequences as long
-
-CPU = torch.device("cpu")
 
 
 def test_long_sequences_are_judged_by_some_of_their_queries(
@@ -47,7 +45,7 @@ def test_small_maps_of_all_pairs_of_tokens_are_measured(tmp_path: Path) -> None:
 
 
 def test_the_reference_for_some_queries_has_the_gradients_of_all_that_they_depend_on() -> None:
-    made = make_inputs(2, 8, 60, 60, batch=2, dtype=torch.float64, device=CPU, seed=1, window=20)[COMPOSED]
+    made = inputs_of(COMPOSED, 60, 60, 20, heads=2)
     chunks = [slice(10, 16), slice(50, 60)]
     checked = torch.cat([torch.arange(one.start, one.stop) for one in chunks])
     inputs = long.with_cotangent_at(made, checked)
