@@ -9,7 +9,7 @@ a constant, that made a process crash, hang or lose the device.
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,11 +42,16 @@ TOKENS = 16384
 
 # What a user may give beside the preset, which sets everything else.
 OPTIONS = ("preset", "device", "threads", "budget", "seed", "output", "overwrite", "resume", "redraw", "parts")
-OURS = ["triton", "chunked"]
 FUSED_PLAIN = ["sdpa", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"]
 WINDOWED_PLAIN = ["flex", "sdpa", "sdpa-efficient", "sdpa-cudnn"]  # PyTorch's FlashAttention takes no window
-OFFICIAL = ["official", "official-compiled"]
 # Arguments that several parts share.
+CORRECTNESS: dict[str, Any] = {
+    "subjects": ["attention"],
+    "shapes": ["16x64@500", "32x128@300"],
+    "implementations": ["eager", "triton", "chunked", "sdpa"],
+    "rounds": 1,
+    "batch_size": 2,
+}
 DECODING: dict[str, Any] = {
     "subjects": ["decode"],
     "shapes": ["16x64@2048", "32x128@2048", "32x128@8192"],
@@ -54,10 +59,20 @@ DECODING: dict[str, Any] = {
 }
 TRAINING: dict[str, Any] = {
     "subjects": ["training"],
+    "shapes": ["16x64@2048"],
     "implementations": ["triton", "sdpa"],
+    "batch_size": 8,
     "rounds": 5,
     "layers": 24,
     "vocabulary": 50256,
+}
+# Layers with a window and without by turns, beside a plain model without any window.
+WINDOWS: dict[str, Any] = {"window": 256, "layer_types": "LG", "implementations": ["triton", f"sdpa{GLOBAL}"]}
+# Six layers, because each one makes the compilation longer.
+IN_GRAPHS: dict[str, Any] = {
+    "implementations": ["triton-graph", "sdpa-graph", f"sdpa{GLOBAL}{GRAPH}"],
+    "layers": 6,
+    "budget": 150.0,
 }
 
 
@@ -74,76 +89,32 @@ class PresetPart:
     options: dict[str, Any]
 
 
-def _part(name: str, **options: Any) -> PresetPart:
-    """A part with these arguments."""
-    return PresetPart(name, options)
+def _attention(
+    name: str, lengths: Sequence[int], batch_size: int, implementations: list[str], window: int | None = None
+) -> PresetPart:
+    """A part that measures attention with both widths of heads."""
+    shapes = [f"{heads}@{length}" for length in lengths for heads in ("16x64", "32x128")]
+    shared = {"subjects": ["attention"], "implementations": implementations}
+    return PresetPart(name, shared | {"shapes": shapes, "batch_size": batch_size, "window": window})
 
 
 GPU = (
-    _part(
-        "correctness",
-        subjects=["attention"],
-        shapes=["16x64@500", "32x128@300"],
-        implementations=["eager", *OURS, "sdpa"],
-        dtype="float32",
-        rounds=1,
-        batch_size=2,
-    ),
-    _part(
-        "correctness-tuned",
-        subjects=["attention"],
-        shapes=["8x64@500", "16x64@500", "32x128@300"],
-        implementations=["eager", *OURS, "sdpa"],
-        rounds=1,
-        batch_size=2,
-    ),
+    PresetPart("correctness", CORRECTNESS | {"dtype": "float32"}),
+    PresetPart("correctness-tuned", CORRECTNESS | {"shapes": ["8x64@500", *CORRECTNESS["shapes"]]}),
     *(
-        _part(
-            f"attention-{length}",
-            subjects=["attention"],
-            shapes=[f"16x64@{length}", f"32x128@{length}"],
-            implementations=["triton", "triton-graph", *FUSED_PLAIN],
-            batch_size=TOKENS // length,
-        )
+        _attention(f"attention-{length}", [length], TOKENS // length, ["triton", "triton-graph", *FUSED_PLAIN])
         for length in (2048, 4096, 8192)
     ),
-    _part("training-405m", **TRAINING, shapes=["16x64@2048"], batch_size=8),
-    _part(
-        "training-405m-windows",
-        **TRAINING | {"implementations": ["triton", f"sdpa{GLOBAL}"]},
-        shapes=["16x64@2048"],
-        batch_size=8,
-        window=256,
-        layer_types="LG",
+    PresetPart("training-405m", TRAINING),
+    PresetPart("training-405m-windows", TRAINING | WINDOWS),
+    _attention(
+        "window", [4096], TOKENS // 4096, ["triton", "triton-graph", "triton-plain", *WINDOWED_PLAIN], window=256
     ),
-    _part(
-        "window",
-        subjects=["attention"],
-        shapes=["16x64@4096", "32x128@4096"],
-        implementations=["triton", "triton-graph", "triton-plain", *WINDOWED_PLAIN],
-        window=256,
-        batch_size=TOKENS // 4096,
-    ),
-    _part("decode-1", **DECODING),
-    _part("decode-16", **DECODING, batch_size=16),
-    _part(
-        "official",
-        subjects=["attention"],
-        shapes=["16x64@2048", "32x128@2048", "16x64@4096", "32x128@4096"],
-        implementations=["triton", "sdpa-flash", "flex", *OFFICIAL],
-        batch_size=2,
-    ),
-    _part("training-405m-4096", **TRAINING, shapes=["16x64@4096"], batch_size=4),
-    # Six layers, because each one makes the compilation longer.
-    _part(
-        "training-graph",
-        **TRAINING | {"implementations": ["triton-graph", "sdpa-graph", f"sdpa{GLOBAL}{GRAPH}"], "layers": 6},
-        shapes=["16x64@2048"],
-        batch_size=8,
-        window=256,
-        layer_types="LG",
-        budget=150.0,
-    ),
+    PresetPart("decode-1", DECODING),
+    PresetPart("decode-16", DECODING | {"batch_size": 16}),
+    _attention("official", [2048, 4096], 2, ["triton", "sdpa-flash", "flex", "official", "official-compiled"]),
+    PresetPart("training-405m-4096", TRAINING | {"shapes": ["16x64@4096"], "batch_size": 4}),
+    PresetPart("training-graph", TRAINING | WINDOWS | IN_GRAPHS),
 )
 
 
