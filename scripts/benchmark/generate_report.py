@@ -9,6 +9,7 @@ import argparse
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from dynattn.configuration.mixers import NO_COMPOSITION
 
 from ..common.environment import hardware, source_commit, versions
 from ..common.markdown import table
+from ..common.measuring import interleave
 from .report.record import write_report
 from .serving_engines import Clock
 
@@ -124,11 +126,8 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     """Milliseconds per token of each model in each round, after a round that is not counted."""
     models = make_models(options)
     prompt = torch.randint(8192, (1, options.context), generator=torch.Generator().manual_seed(1))
-    samples: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(1 + options.rounds):
-        for name, model in models.items():
-            samples[name].append(milliseconds_per_token(model, prompt, options.new))
-    return {name: values[1:] for name, values in samples.items()}
+    samplers = {name: partial(milliseconds_per_token, model, prompt, options.new) for name, model in models.items()}
+    return {name: values[1:] for name, values in interleave(samplers, 1 + options.rounds).items()}
 
 
 def milliseconds_per_token(model: PreTrainedModel, prompt: torch.Tensor, new: int) -> float:

@@ -144,8 +144,7 @@ def _compile_head_by_head(configuration: HeadByHeadConfiguration, capability: in
 def _compile_sums(configuration: HeadByHeadConfiguration, capability: int) -> dict[str, Compiled]:
     """Compiles what sums the maps of a head for the gradients of tables."""
     name, (block_t, block_x, _, warps) = "dcmha_distance_sums", tile_of_distance_sums()
-    where = _masks(has_mask=False, is_window=configuration.is_window)
-    kinds = f"*{configuration.dtype}", "*fp32", SIZES, where, "i32"
+    kinds = f"*{configuration.dtype}", "*fp32", SIZES, _visibility(is_window=configuration.is_window), "i32"
     tile = {"block_t": block_t, "block_x": block_x}
     return {name: Compiled(compile_kernel(name, kinds, tile, capability, {(3,)}, num_warps=warps))}
 
@@ -153,12 +152,11 @@ def _compile_sums(configuration: HeadByHeadConfiguration, capability: int) -> di
 def _head_by_head_arguments(configuration: HeadByHeadConfiguration) -> tuple[Any, ...]:
     """Kinds of the arguments that all of these kernels take."""
     _, dtype, term_counts, has_static, is_additive, has_documents, is_window, *_ = configuration
-    masks = ("*u8", *MASK_STRIDES, "*fp32" if is_additive else "none", *MASK_STRIDES)
-    statics = (f"*{_dtype_of_scores(dtype)}", f"*{dtype}", f"*{dtype}") if has_static else ("none",) * 3
-    factors: Any = ("*fp32" if count else "none" for count in term_counts)
-    where = _visibility(masks, "*i32" if has_documents else "none", is_window=is_window)
+    statics: Any = (_if_given(has_static, kind) for kind in (f"*{_dtype_of_scores(dtype)}", f"*{dtype}", f"*{dtype}"))
+    factors: Any = (_if_given(count > 0, "*fp32") for count in term_counts)
+    where = _visibility("*u8", _if_given(is_additive, "*fp32"), _if_given(has_documents, "*i32"), is_window=is_window)
     tables = _tables(configuration, configuration.composes_bias, has_static=has_static)
-    return Factors(*factors), SIZES, where, Statics(*statics), tables  # type: ignore[arg-type]
+    return Factors(*factors), SIZES, where, Statics(*statics), tables
 
 
 def _tables(
@@ -169,7 +167,7 @@ def _tables(
     if not (has_bias or has_gain):
         return ColumnTables(*("none",) * len(ColumnTables._fields))  # type: ignore[arg-type]
     given = (composes_bias, composes_bias and has_static, has_bias and not composes_bias, has_gain)
-    kinds: Any = (*("*fp32" if is_given else "none" for is_given in given), "i32", "i32", f"*{configuration.dtype}")
+    kinds: Any = (*(_if_given(is_given, "*fp32") for is_given in given), "i32", "i32", f"*{configuration.dtype}")
     return ColumnTables(*kinds)
 
 
@@ -180,9 +178,10 @@ def _columns_of(argument: int) -> set[tuple[int, ...]]:
 
 def _compile_tensor_cores(configuration: TensorCoreConfiguration, capability: int) -> dict[str, Compiled]:
     heads, padded, turns = configuration.heads, configuration.padded, turns_of_rows()
-    masks = _masks(configuration.has_mask, configuration.is_window)
-    tables = _tables(configuration, has_static=False)
-    common = (_mixing(configuration.sides, configuration.dtype_of_terms), SIZES, masks, tables)
+    masks = (_if_given(configuration.has_mask, kind) for kind in ("*u8", "*fp32", "*i32"))
+    where = _visibility(*masks, is_window=configuration.is_window)
+    mixing: Any = map(_if_given, configuration.sides, ("*fp16", f"*{configuration.dtype_of_terms}") * 2)
+    common = (Mixing(*mixing), SIZES, where, _tables(configuration, has_static=False))
     key_counts = tuple(TERMS if side else 0 for side in configuration.sides[1::2])
     constants = {"heads": heads, "padded": padded, "turns": turns, "count": TERMS, "key_counts": key_counts}
     tiles = matrix_tiles_for(padded)
@@ -198,33 +197,18 @@ def _compile_tensor_cores(configuration: TensorCoreConfiguration, capability: in
         traffic = tensor_core_traffic(configuration, name, block_t, block_s, turns)
         compiled[name] = Compiled(kernel, padded * block_t * block_s / (32 * warps), turns, traffic)
     block, warps = tile_of_matrices()
-    static = f"*{configuration.dtype_of_terms}" if configuration.has_static else "none"
+    static = _if_given(configuration.has_static, f"*{configuration.dtype_of_terms}")
     name, kinds = "dcmha_matrices", ("*fp16", f"*{configuration.dtype_of_terms}", static, "i32")
     kernel = compile_kernel(name, kinds, constants | {"block": block}, capability, set(), num_warps=warps)
     return compiled | {name: Compiled(kernel)}
 
 
-def _mixing(sides: tuple[bool, ...], dtype_of_terms: str) -> Mixing:
-    """Kinds of the matrices and of the terms of these sides."""
-    kinds: Any = (
-        kind if side else "none" for side, kind in zip(sides, ("*fp16", f"*{dtype_of_terms}") * 2, strict=True)
-    )
-    return Mixing(*kinds)
-
-
-def _masks(has_mask: bool, is_window: bool) -> Any:
-    """Kinds of `Visibility` with every kind of mask, or with none."""
-    masks = ("*u8" if has_mask else "none", *MASK_STRIDES, "*fp32" if has_mask else "none", *MASK_STRIDES)
-    return _visibility(masks, "*i32" if has_mask else "none", is_window=is_window)
-
-
 def _stage_arguments(configuration: TensorCoreConfiguration, *, has_query: bool, has_key: bool) -> dict[str, Any]:
     """Kinds of the arguments that depend on which sides of a stage there are."""
-    dtype, sides = configuration.dtype, (has_query, has_key)
+    dtype = configuration.dtype
     partial = ("*bf16" if dtype == "bf16" else "*fp32", "*fp32", "*fp32", "i32")
-    is_there = (*sides, configuration.has_static, True)
-    gradients: Any = (kind if is_given else "none" for kind, is_given in zip(partial, is_there, strict=True))
-    terms = f"*{configuration.dtype_of_terms}" if has_query else "none"
+    gradients: Any = map(_if_given, (has_query, has_key, configuration.has_static, True), partial)
+    terms = _if_given(has_query, f"*{configuration.dtype_of_terms}")
     return {"partial": TermGradients(*gradients), "terms": terms, "map": f"*{dtype}"}
 
 
@@ -234,7 +218,7 @@ def _compile_window(configuration: WindowConfiguration, capability: int) -> dict
     step = block_of(window)
     constants = {"heads": 16, "share": share, "width": width, "step": step, "reach": window + step}
     constants |= {"is_added": is_added, "block_t": block_t, "block_s": block_s}
-    where = _visibility(("none", *STRIDES, "none", *STRIDES), "none", is_window=True)
+    where = _visibility(is_window=True, strides=STRIDES)
     common = (STRIDES, STRIDES, SIZES, where, "fp32")
     tensors = {
         "dcmha_window_maps": (*(f"*{dtype}",) * 2, f"*{_dtype_of_scores(dtype)}"),
@@ -272,7 +256,7 @@ def _decode_arguments(configuration: DecodeConfiguration) -> dict[str, tuple[Any
     """Kinds of each kernel's arguments."""
     element = f"*{configuration.dtype}"
     side: Any = DecodeSide(*(element,) * 3, "i32", "i32", "i32")  # type: ignore[arg-type]
-    stage: Any = DecodeStage(side, side, element if configuration.has_static else "none")  # type: ignore[arg-type]
+    stage: Any = DecodeStage(side, side, _if_given(configuration.has_static, element))  # type: ignore[arg-type]
     where: Any = DecodeMask("*u8", ("i32", "one"), "none", ("i32", "i32"), "none")  # type: ignore[arg-type]
     pages: Any = DecodePages("*i64", "*i64") if configuration.is_paged else "none"  # type: ignore[arg-type]
     given = ("none", "*fp32", "*fp32", "i32", "i32", "none") if configuration.has_tables else ("none",) * 6
@@ -292,9 +276,22 @@ def _dtype_of_scores(dtype: str) -> str:
     return "fp32" if dtype == "fp32" else "fp16"
 
 
-def _visibility(masks: tuple[str, ...], first_keys: str, *, is_window: bool) -> Any:
-    """Kinds of `Visibility`, where `masks` are those from `mask` to `bias_of_key`."""
-    window = "i32" if is_window else "none"
+def _if_given(is_given: bool, kind: str) -> str:
+    """The kind of an argument that may be absent."""
+    return kind if is_given else "none"
+
+
+def _visibility(
+    mask: str = "none",
+    bias: str = "none",
+    first_keys: str = "none",
+    *,
+    is_window: bool,
+    strides: tuple[str, ...] = MASK_STRIDES,
+) -> Any:
+    """Kinds of `Visibility` with masks of these kinds."""
+    window = _if_given(is_window, "i32")
+    masks = (mask, *strides, bias, *strides)
     kinds: Any = (*("i32",) * 4, window, "i32", "i32", window, "one", *masks, first_keys, "i32")
     return Visibility(*kinds)
 

@@ -34,46 +34,37 @@ class Instruction(NamedTuple):
     operands: str
 
 
-class Loop(NamedTuple):
-    """The instructions between a label and the branch back to it."""
-
-    instructions: list[Instruction]
-
-    @property
-    def unrolled(self) -> int:
-        """The unrolling factor: by how much the loop's counter goes down in a turn, or 1 if it has no such counter."""
-        counters = {
-            match[1]
-            for name, operands in self.instructions
-            if name.endswith("ISETP") and (match := COUNTER.search(operands))
-        }
-        for name, operands in self.instructions:
-            if name in {"IADD3", "UIADD3", "VIADD"} and operands.split(",")[0] in counters:
-                step = STEP.search(operands)
-                if step is not None:
-                    return int(step[1], 16)
-        return 1
-
-
 class Program(NamedTuple):
-    """A kernel's instructions in order, and its innermost loops."""
+    """A kernel's instructions in order, and those of its innermost loops, from a label to the branch back to it."""
 
     instructions: list[Instruction]
-    loops: list[Loop]
+    loops: list[list[Instruction]]
 
     @property
     def counts(self) -> dict[str, float]:
         """Instructions of one turn of every loop in the source, by class."""
         counts: defaultdict[str, float] = defaultdict(float)
         for loop in self.loops:
-            for name, _ in loop.instructions:
-                counts[class_of(name)] += 1 / loop.unrolled
+            for name, _ in loop:
+                counts[class_of(name)] += 1 / unrolling_of(loop)
         return counts
 
     @property
     def straight(self) -> int:
         """The number of instructions outside of loops, including the remainder turns of unrolled loops."""
-        return len(self.instructions) - sum(len(loop.instructions) for loop in self.loops)
+        return len(self.instructions) - sum(map(len, self.loops))
+
+
+def unrolling_of(loop: list[Instruction]) -> int:
+    """The unrolling factor: by how much a loop's counter goes down in a turn, or 1 if it has no such counter."""
+    tests = (COUNTER.search(operands) for name, operands in loop if name.endswith("ISETP"))
+    counters = {match[1] for match in tests if match}
+    for name, operands in loop:
+        if name in {"IADD3", "UIADD3", "VIADD"} and operands.split(",")[0] in counters:
+            step = STEP.search(operands)
+            if step is not None:
+                return int(step[1], 16)
+    return 1
 
 
 def class_of(name: str) -> str:
@@ -105,7 +96,7 @@ def parse(assembly: str) -> Program:
             # Kernels end in a branch to itself.
             if target and target[0] in labels and labels[target[0]] < len(instructions) - 1:
                 spans.append((labels[target[0]], len(instructions)))
-    return Program(instructions, [Loop(instructions[slice(*span)]) for span in spans if _is_innermost(span, spans)])
+    return Program(instructions, [instructions[slice(*span)] for span in spans if _is_innermost(span, spans)])
 
 
 def _is_innermost(span: tuple[int, int], spans: list[tuple[int, int]]) -> bool:

@@ -68,13 +68,13 @@ def judge(results: Results, exact: Results, reference: Results) -> Verdict:
         FloatingPointError: a tensor of the reference op is not finite, so that no error can be told from its own.
     """
     check_finite(exact, reference)
-    gradient_scale = max((root_mean_square(exact[name]) for name in exact if name != "output"), default=0.0)
+    gradients = [name for name in exact if name != "output"]
+    gradient_scale = max((root_mean_square(exact[name]) for name in gradients), default=0.0)
     excesses = {
         name: excess(results.get(name), tensor, reference[name], 0.0 if name == "output" else gradient_scale)
         for name, tensor in exact.items()
     }
     where = max(excesses, key=lambda name: excesses[name])
-    gradients = [name for name in exact if name != "output"]
     return Verdict(
         output_error=relative_error(results, exact, ["output"]),
         gradient_error=relative_error(results, exact, gradients) if gradients else None,

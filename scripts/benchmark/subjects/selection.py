@@ -16,16 +16,12 @@ from .positions import POSITIONS
 from .profile import PROFILE
 from .relative import RELATIVE_ATTENTION
 
-SUBJECTS = {
-    one.name: one
-    for one in (
-        *(ATTENTION, BLOCK, TRAINING, PREFILL, DECODE, STEP, RELATIVE_ATTENTION),
-        *(BIDIRECTIONAL, POSITIONS, LONG, PROFILE),
-    )
-}
+USUAL = (ATTENTION, BLOCK, TRAINING, PREFILL, DECODE, STEP, RELATIVE_ATTENTION)
 # Subjects that run only if they are named: `bidirectional` is much like `attention`, `long` takes hours, `positions`
 # compares no implementations, and `profile` is about one of them on a CPU.
-ON_DEMAND = (BIDIRECTIONAL.name, POSITIONS.name, LONG.name, PROFILE.name)
+NAMED = (BIDIRECTIONAL, POSITIONS, LONG, PROFILE)
+SUBJECTS = {one.name: one for one in (*USUAL, *NAMED)}
+ON_DEMAND = tuple(one.name for one in NAMED)
 Selection = list[tuple[Subject, list[Candidate]]]
 
 
