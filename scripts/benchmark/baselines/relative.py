@@ -116,9 +116,9 @@ def from_official(official: dict[str, Tensor], like: dict[str, Tensor], position
     """
     convolves = any("_conv." in name for name in like)
     state = {}
-    for name, shape in ((name, value.shape) for name, value in like.items()):
+    for name, ours in like.items():
         if name in TABLES:
-            state[name] = official[TABLES[name]][_reached(positions, shape[0])].flip(0)
+            state[name] = official[TABLES[name]][_reached(positions, ours.shape[0])].flip(0)
         else:
             value = official[_official_name(name, convolves)]
             state[name] = value[:, 0].T.flip(0) if "conv.weight" in name else value

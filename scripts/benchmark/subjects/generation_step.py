@@ -29,14 +29,10 @@ def candidates(device: torch.device) -> list[Candidate]:
     found = []
     for name, role, function, implementation in entries:
         for ending, step in STEPS.items():
-            run = partial(prepare, function=function, implementation=implementation, step=step)
-            found.append(Candidate(name + ending, role, function, run))
+            # The step fills its cache before the clock starts.
+            prepare = partial(ModelProblem.call, function=function, implementation=implementation, step=step)
+            found.append(Candidate(name + ending, role, function, prepare))
     return found
-
-
-def prepare(problem: ModelProblem, function: str, implementation: str, step: Step) -> Callable[[], Results]:
-    """Fills the cache before the clock starts."""
-    return step(problem.model(function, implementation), problem.tokens)
 
 
 def token_step(model: Any, tokens: Tensor, *, compiles: bool = False) -> Callable[[], Results]:

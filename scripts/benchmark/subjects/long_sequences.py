@@ -51,7 +51,8 @@ def prepare(problem: LongProblem, *, candidate: Candidate) -> Callable[[], Resul
     """
     keeps_maps = candidate.name in QUADRATIC or (problem.op.backward and candidate.name in QUADRATIC_BACKWARD)
     inputs = problem.op.inputs[candidate.function]
-    size = map_size(inputs)
+    batch, heads, queries, _ = inputs.query.shape
+    size = batch * heads * queries * inputs.key.shape[2] * inputs.query.itemsize  # bytes of a map `[B, H, T, S]`
     if keeps_maps and size > LARGEST_MAP:
         raise ValueError(f"it keeps maps of all pairs of tokens, {size / 2**30:.3g} GiB each")
     if inputs.window is not None and candidate.name.startswith("sdpa"):
@@ -63,12 +64,6 @@ def prepare(problem: LongProblem, *, candidate: Candidate) -> Callable[[], Resul
         return {**results, "output": results["output"][:, problem.checked]}
 
     return checked
-
-
-def map_size(inputs: OpInputs) -> int:
-    """The bytes of a map `[B, H, T, S]`."""
-    batch, heads, queries, _ = inputs.query.shape
-    return batch * heads * queries * inputs.key.shape[2] * inputs.query.itemsize
 
 
 def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:

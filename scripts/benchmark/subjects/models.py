@@ -68,6 +68,10 @@ class ModelProblem(NamedTuple):
         model.load_state_dict(self.weights[function])
         return model.to(dtype or self.dtype)
 
+    def call(self, function: str, implementation: str | None, step: "Step | None" = None) -> Callable[[], Results]:
+        """The call that is timed, of the problem's own step or of another one."""
+        return (step or self.step)(self.model(function, implementation), self.tokens)
+
     def reference(self, function: str, dtype: torch.dtype) -> Results:
         """Results of the model with the reference op in a dtype."""
         batch, length = self.tokens.shape
@@ -97,8 +101,7 @@ def candidates(device: torch.device) -> list[Candidate]:
     entries += [(name, "other", COMPOSED, name, "auto") for name in IN_MODELS]
 
     def prepare(problem: ModelProblem, function: str, implementation: str, mode: str) -> Callable[[], Results]:
-        run = problem.step(problem.model(function, implementation), problem.tokens)
-        return compiling_as(mode)(run)
+        return compiling_as(mode)(problem.call(function, implementation))
 
     return [
         Candidate(name, role, function, partial(prepare, function=function, implementation=implementation, mode=mode))

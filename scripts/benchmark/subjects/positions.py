@@ -3,7 +3,6 @@
 Every candidate runs the implementation that its configuration takes by default.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from dynattn.configuration.composed_config import POSITION_SCHEMES
 from dynattn.configuration.mixers import NO_COMPOSITION
 
-from ..harness.accuracy import Results
 from ..harness.interface import Candidate, Subject
 from .models import QUICK_SHAPES, ModelProblem, block_cases
 
@@ -26,15 +24,11 @@ FUNCTIONS = SCHEMES | {f"{PREFIX}{name}": fields | NO_COMPOSITION for name, fiel
 
 def candidates(device: torch.device) -> list[Candidate]:
     """All schemes; each is a function of its own, named as in tables."""
-    return [
-        Candidate(name, "plain" if name == BASELINE else "ours", name, partial(prepare, function=name))
-        for name in FUNCTIONS
-    ]
-
-
-def prepare(problem: ModelProblem, function: str) -> Callable[[], Results]:
-    """The call of a scheme's block."""
-    return problem.step(problem.model(function, None), problem.tokens)
+    found = []
+    for name in FUNCTIONS:
+        prepare = partial(ModelProblem.call, function=name, implementation=None)
+        found.append(Candidate(name, "plain" if name == BASELINE else "ours", name, prepare))
+    return found
 
 
 cases = partial(block_cases, functions=FUNCTIONS)
