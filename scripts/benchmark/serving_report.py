@@ -158,7 +158,7 @@ def as_markdown(record: dict[str, Any]) -> str:
     for (clients, server), group in groups.items():
         pairs = list(zip(group, groups[clients, ALONE], strict=True))
         rates = [run["requests_per_second"] for run in group]
-        ratios = [rate / alone["requests_per_second"] for rate, (_, alone) in zip(rates, pairs, strict=True)]
+        ratios = [run["requests_per_second"] / alone["requests_per_second"] for run, alone in pairs]
         by_processor = [alone["processor_seconds"] / run["processor_seconds"] for run, alone in pairs]
         speeds = [f"{statistics.median(rates):.3g}"]
         speeds += [f"{statistics.median(one):.2f}" for one in (ratios, by_processor)]

@@ -22,7 +22,7 @@ Row = dict[str, Any]
 Begin = Callable[[str | None], None]
 
 
-class Contender(NamedTuple):
+class QualifiedCandidate(NamedTuple):
     """A candidate that has passed its checks.
 
     Attributes:
@@ -62,7 +62,7 @@ def run_case(
         DeviceLostError: a candidate fails, and after it the device fails every call.
     """
     rows: list[Row] = [{"name": one.name, "role": one.role, "function": one.function} for one in candidates]
-    contenders: dict[str, Contender] = {}
+    qualified: dict[str, QualifiedCandidate] = {}
     references: dict[str, Sequence[Results]] = {}
 
     @cache
@@ -85,13 +85,13 @@ def run_case(
             try:
                 begin(candidate.name)
                 given = references[candidate.function]
-                contenders[candidate.name] = qualify(candidate.prepare(case.problem), row, given, settings)
+                qualified[candidate.name] = qualify(candidate.prepare(case.problem), row, given, settings)
             except OverBudgetError as error:
                 row["failure"] = f"{OVER_BUDGET}: {error}"
             except Exception as error:  # compilers and kernels raise exceptions of any type
                 row["failure"] = describe(error)
                 check_device(settings.device, row["failure"])
-        time_who_remains(contenders, case, settings, begin)
+        time_who_remains(qualified, case, settings, begin)
     add_ratios(rows)
     return rows
 
@@ -103,7 +103,7 @@ def describe(error: Exception) -> str:
 
 def qualify(
     call: Callable[[], Results], row: Row, references: Sequence[Results], settings: BenchmarkSettings
-) -> Contender:
+) -> QualifiedCandidate:
     """Makes the first call (which compiles), measures peak memory and checks the results.
 
     Raises:
@@ -115,45 +115,49 @@ def qualify(
     results: list[Results] = []
     row["peak_bytes"] = peak_memory(lambda: results.append(call()), settings.device)
     row["verdict"] = judge(results.pop(), *references)
-    return Contender(row, call, references)
+    return QualifiedCandidate(row, call, references)
 
 
-def time_who_remains(contenders: dict[str, Contender], case: Case, settings: BenchmarkSettings, begin: Begin) -> None:
-    """Times all contenders, and after a failure of one of them all others again.
+def time_who_remains(
+    qualified: dict[str, QualifiedCandidate], case: Case, settings: BenchmarkSettings, begin: Begin
+) -> None:
+    """Times all candidates that remain, and after a failure of one of them all others again.
 
     Raises:
         DeviceLostError: a candidate fails, and after it the device fails every call.
     """
-    while contenders:
+    while qualified:
         begin(None)
         try:
-            time_rounds(contenders, case, settings)
+            time_rounds(qualified, case, settings)
             break
         except CandidateError as error:
             name, failure = error.args
-            row = contenders.pop(name).row
+            row = qualified.pop(name).row
             row["failure"] = failure
             del row["verdict"]
             begin(name)
             check_device(settings.device, failure)
 
 
-def time_rounds(contenders: Mapping[str, Contender], case: Case, settings: BenchmarkSettings) -> None:
-    """Times the contenders in interleaved rounds, checks them again, and finishes their rows.
+def time_rounds(qualified: Mapping[str, QualifiedCandidate], case: Case, settings: BenchmarkSettings) -> None:
+    """Times the candidates in interleaved rounds, checks them again, and finishes their rows.
 
     Raises:
         CandidateError: one of them fails; the rows of all others can be finished without it.
     """
-    repeats, samplers, verdicts = dict[str, int](), dict[str, Callable[[], float]](), dict[str, Verdict]()
-    for name, one in contenders.items():
+    repeats: dict[str, int] = {}
+    samplers: dict[str, Callable[[], float]] = {}
+    verdicts: dict[str, Verdict] = {}
+    for name, one in qualified.items():
         with blaming(name):
             repeats[name] = calls_of_a_sample(one.call, settings.device, settings.sample_seconds)
         samplers[name] = blaming(name)(partial(sample, one.call, repeats[name], settings.device))
     samples = interleave(samplers, settings.rounds, settings.budget)
-    for name, one in contenders.items():
+    for name, one in qualified.items():
         with blaming(name):
             verdicts[name] = judge(one.call(), *one.references)
-    for name, one in contenders.items():
+    for name, one in qualified.items():
         one.row["samples"] = samples[name]
         one.row["timing"] = asdict(summarize(samples[name], repeats[name]))
         finish_row(one.row, verdicts[name], case)
