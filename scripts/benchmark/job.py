@@ -101,9 +101,8 @@ def measure_to_folder(
     record = read_earlier(folder, metadata) if arguments.resume else None
     if record is None or not is_complete(record) or lacks_cases(record, selection, settings):
         if record is not None:
-            before = [*record.get("started_before", []), record["started"]]
-            kept: dict[str, Any] = {name: record[name] for name in CARRIED_ON if name in record}
-            metadata |= {**kept, "started_before": before}
+            metadata |= {name: record[name] for name in CARRIED_ON if name in record}
+            metadata["started_before"] = [*record.get("started_before", []), record["started"]]
         record = measure(selection, settings, metadata, partial(save_record, folder=folder))
         write_record(record, folder)
         print(f"\nwritten: {folder}/{{{RECORD},{TABLE},*.png}}")
