@@ -19,6 +19,7 @@ from ..serving.requirements import (
     TRANSFORMERS,
     check_engine,
     check_paged_cache,
+    check_prompts,
     check_request,
     new_token_limit,
     with_defaults_of,
@@ -83,6 +84,7 @@ class CausalLMHead:
         """As in Transformers, but raises an error for requests that cannot be served, which Transformers would drop.
 
         Raises:
+            TypeError: `inputs` is no list of prompts.
             ValueError: a request cannot be served, see `check_request` and `new_token_limit`; or a keyword is one of
                 `generate`, which Transformers' method takes and ignores.
         """
@@ -92,6 +94,7 @@ class CausalLMHead:
                 raise ValueError(
                     f"generate_batch would ignore {ignored}; set fields of a GenerationConfig, or use generate()"
                 )
+            check_prompts(inputs)
             complete = with_defaults_of(self, generation_config)
             for input_ids in inputs:
                 limit = new_token_limit(complete, len(input_ids)) if max_new_tokens is None else max_new_tokens

@@ -143,8 +143,9 @@ class ComposedBatchingManager(ContinuousBatchingManager):
         Only `generate_batch` announces requests. It logs the errors of `add_request`, and would return no answers.
         """
         if prompt := hints.max_prompt_length:
+            asked = hints.max_generated_length or new_token_limit(self.generation_config, prompt)
             positions = self.model.config.max_position_embeddings - prompt
-            room_for_answer(self._make_cache(), prompt, hints.max_generated_length or None, positions)
+            room_for_answer(self._make_cache(), prompt, asked, positions)
 
     def start(self) -> None:
         """As in Transformers, but makes the cache before the thread, so that requests are checked against it."""

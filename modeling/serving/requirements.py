@@ -1,12 +1,14 @@
 """What serving requires of the engine, the model, the settings and each request, checked before it generates."""
 
 import copy
+import reprlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from importlib.metadata import version
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 from packaging.version import Version
 
 from ..positions.rotary import rotating_types
@@ -192,6 +194,15 @@ def new_token_limit(generation_config: Any, prompt_length: int) -> int | None:
             "give max_new_tokens"
         )
     return limit - prompt_length
+
+
+def check_prompts(inputs: Any) -> None:
+    """Raises TypeError unless `inputs` of `generate_batch` is a list of prompts, each with a dimension of tokens."""
+    if not isinstance(inputs, list | tuple) or any(np.ndim(prompt) != 1 for prompt in inputs):
+        raise TypeError(
+            "generate_batch takes a list of prompts, each a list of token ids, as in [[1, 2, 3]]; got "
+            f"{reprlib.repr(inputs)}"
+        )
 
 
 def check_request(config: Any, input_ids: Sequence[int], max_new_tokens: int | None) -> None:

@@ -335,6 +335,19 @@ def test_generate_batch_raises_what_it_would_only_log(is_kept: bool) -> None:
         model.generate_batch([other, prompt], GREEDY, max_new_tokens=4, **few)
 
 
+def test_generate_batch_raises_for_a_length_of_prompt_and_answer_that_does_not_fit() -> None:
+    few = ContinuousBatchingConfig(**{**SETTINGS, "num_blocks": 3})
+    long = GenerationConfig(max_length=30, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with pytest.raises(ValueError, match=r"20 tokens and 10 new ones does not fit.*at most 5 new tokens"):
+        make_model(**FULL).generate_batch(random_prompts([6, 20]), long, few)
+
+
+@pytest.mark.parametrize("inputs", [[1, 2], ["ab"], {"input_ids": [[1]]}, torch.tensor([[1]]), [[[1]]], "ab"], ids=str)
+def test_generate_batch_says_what_prompts_are(inputs: Any) -> None:
+    with pytest.raises(TypeError, match=r"takes a list of prompts, each a list of token ids, as in \[\[1, 2, 3\]\]"):
+        make_model().generate_batch(inputs, GREEDY)
+
+
 def test_threads_that_add_the_first_requests_share_one_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = make_model(**FULL).init_continuous_batching(GREEDY, ContinuousBatchingConfig(**SETTINGS))
     create, made = manager._create_batch_processor, []
