@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ...common.errors import UserError
 from ..outputs.run_folder import RunFolder
+from .indexed_names import DATA
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ def find_files(source: str) -> list[Path] | None:
         found = [file for file in files_below(path, "**/*") if file.suffix in LOADERS]
     elif path.is_file():
         found = [path]
+    elif Path(named := source + DATA).is_file():
+        raise UserError(f"{source} is the beginning of the names of Megatron's files; give {named}")
     elif any(character in pattern for character in "*?["):
         found = files_below(folder, pattern)
     elif path.suffix in LOADERS or source.startswith((".", "/", "~")) or source.count("/") > 1:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
 from dynattn.scripts.pretrain.data.files import find_files
 from dynattn.scripts.pretrain.outputs.run_folder import RunFolder
@@ -32,3 +33,14 @@ def test_what_runs_have_left_below_a_folder_is_no_data(pattern: str, tmp_path: P
     found = find_files(f"{tmp_path}/{pattern}")
     assert found == (texts[:1] if pattern == "*" else sorted(texts))
     assert find_files(str(metrics.parent / "*.jsonl")) == [metrics]
+
+
+@pytest.mark.parametrize("name", ["pile", "./pile", "data/pile_0.87"])
+def test_the_name_that_megatron_gives_its_files_is_no_data_set_of_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    Path(f"{name}.bin").touch()
+    with pytest.raises(UserError, match=rf"^{name} is the beginning .* of Megatron's files; give {name}\.bin$"):
+        find_files(name)
