@@ -30,7 +30,9 @@ class CompareArguments:
     seeds: int = option(5, "runs of each variant")
     first_seed: int = option(0, "the seed from which they count; a later one repeats a comparison on new seeds")
     common: dict[str, Any] | str | None = option(
-        None, "arguments of dynattn pretrain for all variants: a mapping (YAML), or JSON as an option"
+        None,
+        "arguments of dynattn pretrain for all variants, in place of those of their files: a mapping (YAML), or JSON "
+        "as an option",
     )
     learning_rates: list[float] | None = option(
         None, "rates to try; each variant is compared at its best one; by default at its own"
