@@ -49,8 +49,11 @@ def starts_by_borders(cu_seq_lens: Tensor, inputs_embeds: Tensor) -> Tensor:
         ValueError: the embeddings `[B, T, E]` have more than one row, or the borders do not rise from 0 to `T`.
     """
     if cu_seq_lens.ndim != 1 or len(cu_seq_lens) < 2:
+        # Accelerate cuts all tensors of such a batch to as many entries as it has rows.
         raise ValueError(
-            f"cu_seq_lens of shape {tuple(cu_seq_lens.shape)} must be [documents + 1], from 0 to the length of the row"
+            f"cu_seq_lens of shape {tuple(cu_seq_lens.shape)} must be [documents + 1], from 0 to the length of the "
+            "row; a Trainer that reads an IterableDataset leaves one border, unless its TrainingArguments have "
+            "accelerator_config={'dispatch_batches': False}"
         )
     batch, length = inputs_embeds.shape[:2]
     starts = cu_seq_lens.to(inputs_embeds.device)

@@ -36,3 +36,8 @@ def test_borders_of_several_rows_are_refused() -> None:
 def test_borders_that_fall_are_refused() -> None:
     with pytest.raises(ValueError, match="must rise from 0 to the length of a single packed row"):
         starts_by_borders(torch.tensor([0, 4, 2, 5]), torch.zeros(1, 5, 8))
+
+
+def test_a_single_border_is_refused_and_the_message_says_how_a_trainer_keeps_all() -> None:
+    with pytest.raises(ValueError, match=r"shape \(1,\) must be \[documents \+ 1\].*'dispatch_batches': False"):
+        starts_by_borders(torch.tensor([0]), torch.zeros(1, 5, 8))
