@@ -55,10 +55,7 @@ class PackedSequences(Sequences):
         return [f"document {number}" for number in self.stream.documents_between(begin, end)]
 
     def describe(self) -> str:
-        return (
-            f"{self.stream.describe()}, {self.count:,} sequences of {self.length} ({self.unused_tokens} tokens at the "
-            "end fill none and are left out)"
-        )
+        return f"{self.stream.describe()}, {self.count:,} sequences of {self.length}{_in_brackets(self.unused_tokens)}"
 
     @property
     def unused_tokens(self) -> int:
@@ -148,8 +145,8 @@ class StreamSegments(Sequences):
 
     def describe(self) -> str:
         return (
-            f"{self.stream.describe()}, {len(self):,} segments of {self.length} in {self.parts} streams "
-            f"({self.unused_tokens} tokens at the end fill none and are left out)"
+            f"{self.stream.describe()}, {len(self):,} segments of {self.length} in {self.parts} streams"
+            f"{_in_brackets(self.unused_tokens)}"
         )
 
     @property
@@ -168,3 +165,8 @@ class StreamSegments(Sequences):
         width = self.cut.inputs.shape[1]
         begin = part * width + segment * self.length
         return begin, min(begin + self.length, (part + 1) * width)
+
+
+def _in_brackets(unused_tokens: int) -> str:
+    """Says how many tokens are left out; nothing where all are read."""
+    return f" ({unused_tokens} tokens at the end fill none and are left out)" if unused_tokens else ""

@@ -31,6 +31,12 @@ def test_training_windows_hold_every_token_once_and_drop_the_tail():
     held = [token for item in sequences for token in item["input_ids"].tolist()]
     assert held == TOKENS[:15]
     assert sequences.unused_tokens == 1
+    assert sequences.describe().endswith("3 sequences of 5 (1 tokens at the end fill none and are left out)")
+
+
+@pytest.mark.parametrize(("length", "score_all"), [(4, False), (5, True)])
+def test_nothing_is_said_to_be_left_out_where_nothing_is(length: int, score_all: bool):
+    assert make(length, score_all=score_all).describe().endswith(f"4 sequences of {length}")
 
 
 def test_positions_restart_at_each_document_and_at_each_window():
