@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     except StoppedError:
         raise
     except KeyboardInterrupt as interrupt:
-        left = f"{arguments.continuing_command} continues from the newest checkpoint"
+        left = f"{arguments.continuing_command} continues from the newest checkpoint, or begins anew if none was saved"
         raise StoppedError(signal.SIGINT, left) from interrupt
     if is_first_process():
         print(summary)

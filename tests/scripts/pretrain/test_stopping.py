@@ -11,7 +11,8 @@ from cases.clock import Clock
 from cases.training import RUN, assert_same_run, command, run, without_timing
 
 from dynattn.scripts.cli import main
-from dynattn.scripts.pretrain import Result, job, stopping
+from dynattn.scripts.pretrain import PretrainArguments, Result, job, stopping
+from dynattn.scripts.pretrain import main as pretrain_main
 from dynattn.scripts.pretrain.stopping import StoppedError, StopSignals
 from dynattn.scripts.pretrain.trainer import Trainer
 
@@ -124,6 +125,15 @@ def test_a_second_signal_has_its_ordinary_effect(monkeypatch: pytest.MonkeyPatch
         clock.work(stopping.SAME_REQUEST_SECONDS + 0.1)
         os.kill(os.getpid(), signal.SIGINT)
     assert not isinstance(ended.value, StoppedError)
+
+
+def test_an_interrupt_that_ends_the_run_at_once_promises_no_checkpoint(monkeypatch: pytest.MonkeyPatch):
+    def interrupted(arguments: PretrainArguments) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretrain_main, "run", interrupted)
+    with pytest.raises(StoppedError, match="from the newest checkpoint, or begins anew if none was saved"):
+        pretrain_main.main(["tiny.yaml"])
 
 
 def test_one_request_may_arrive_twice(monkeypatch: pytest.MonkeyPatch):
