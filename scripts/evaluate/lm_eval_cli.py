@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs lm_eval with its own arguments; `--include_path` adds tasks to those of this package.
 
     Raises:
-        UserError: lm_eval refused the arguments or could not read something.
+        UserError: lm_eval refused the arguments, could not read something, or lacks a package, such as vLLM.
     """
     sys.argv = ["dynattn lm-eval", *argv]  # lm_eval reads, and completes, the process's own arguments
     setup_logging()
@@ -32,4 +32,7 @@ def main(argv: Sequence[str]) -> int:
         cli.execute(arguments)
     except (ValueError, OSError) as error:
         raise UserError(str(error).strip()) from error
+    except ModuleNotFoundError as error:
+        advice = "; pip install 'dynattn[vllm]'" if error.name == "vllm" else ""
+        raise UserError(f"{error}{advice}") from error
     return 0
