@@ -103,7 +103,7 @@ class PretrainArguments(OptimizationOptions, DataOptions, ModelOptions, RunningO
         self._check_objective()
         if self.max_steps is not None and self.warmup_steps is not None and self.warmup_steps >= self.max_steps:
             raise UserError(
-                f"warmup_steps={self.warmup_steps} must be below max_steps={self.max_steps}; lower it, or leave it out"
+                f"warmup_steps={self.warmup_steps} must be below max_steps={self.max_steps}; give fewer, or 0 for none"
             )
         self._check_sweep()
 
