@@ -105,8 +105,8 @@ class ChatEncoder(TextEncoder):
             raise
         except Exception as error:  # a template is a program, and raises what it likes
             raise UserError(
-                f"the chat template cannot render {json.dumps(turns)[:200]}: {first_line(error)}; give messages with "
-                "role and content that it knows"
+                f"the chat template cannot render {json.dumps(turns)[:200]}: {first_line(error)}; correct it, or "
+                "give messages with role and content that it knows"
             ) from error
         if not any(targets):
             raise UserError(f"the assistant says nothing in the conversation {json.dumps(turns)[:200]}; leave it out")

@@ -98,8 +98,9 @@ def test_a_run_on_conversations_counts_its_targets(packing: str, tmp_path: Path,
         (
             LATER,
             "{{ raise_exception('no') }}",
-            "no; give messages",
+            "no; correct it, or give messages",
         ),
+        (LATER, "{% if", "cannot render .*end of template.*; correct it, or give"),
     ],
 )
 def test_conversations_that_teach_nothing_are_refused(rows: Any, template: str | None, message: str, tmp_path: Path):
