@@ -22,6 +22,8 @@ from .errors import UserError, first_line, refusal_of
 from .folder_names import may_be_on_the_hub
 from .offline import offline_if_unreachable
 
+# Types that have no class for masked language modeling, and whose tokens see later ones all the same.
+BOTH_WAYS_TYPES = ("bert-generation", "cpmant", "xlnet")
 NAN_LOGITS = "the model's logits are NaN: its weights are damaged, or overflow in this dtype; try float32"
 
 
@@ -140,7 +142,8 @@ def _load_model(
     if reads_both_ways(model.config):
         raise UserError(
             f"{path} is a {config.model_type} that reads each token with those after it, so predicting the next "
-            "token means nothing; if it was trained to read left to right, set is_decoder to true in its config.json"
+            "token means nothing; if it was trained to read left to right, say so in its config.json (is_decoder: "
+            "true, or in XLNet attn_type: uni)"
         )
     check_loaded(f"the checkpoint {path}", info)
     return model
@@ -173,10 +176,12 @@ def check_loaded(place: str, info: Mapping[str, Any], *, exactly: bool = False) 
 def reads_both_ways(config: PreTrainedConfig) -> bool:
     """Whether a model reads each token with those after it, though Transformers has a causal class for its type.
 
-    BERT and its kin can read left to right, and do so only if their configuration says it.
+    BERT and its kin can read left to right, and XLNet too, and do so only if their configuration says it.
     """
     learns_masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
-    return learns_masked and not (getattr(config, "is_decoder", False) or getattr(config, "causal", False))
+    one_way = {"is_decoder": True, "causal": True, "attn_type": "uni"}
+    is_one_way = any(getattr(config, name, None) == value for name, value in one_way.items())
+    return (learns_masked or config.model_type in BOTH_WAYS_TYPES) and not is_one_way
 
 
 def _reason(error: Exception) -> str:
