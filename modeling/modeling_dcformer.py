@@ -10,7 +10,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..configuration.configuration_dcformer import DCFormerConfig
 from .caches.names import takes_either_name
 from .common.composed_decoder import ComposedDecoderBody, ComposedDecoderPreTrainedModel
-from .common.decoder_heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
+from .common.decoder_heads import (
+    CausalLMHead,
+    DecoderQuestionAnsweringHead,
+    SequenceClassificationHead,
+    TokenClassificationHead,
+)
 from .layers.composed_attention import ComposedAttention
 from .layers.mlp import GatedMLP
 from .layers.rms_norm import RMSNorm
@@ -96,8 +101,15 @@ class DCFormerForTokenClassification(TokenClassificationHead, DCFormerPreTrained
     base_class = DCFormerModel
 
 
+class DCFormerForQuestionAnswering(DecoderQuestionAnsweringHead, DCFormerPreTrainedModel):
+    """The decoder with scores of each token for the ends of an answer."""
+
+    base_class = DCFormerModel
+
+
 __all__ = [
     "DCFormerForCausalLM",
+    "DCFormerForQuestionAnswering",
     "DCFormerForSequenceClassification",
     "DCFormerForTokenClassification",
     "DCFormerModel",

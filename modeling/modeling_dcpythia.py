@@ -9,7 +9,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..configuration.configuration_dcpythia import DCPythiaConfig
 from .caches.names import takes_either_name
 from .common.composed_decoder import ComposedDecoderBody, ComposedDecoderPreTrainedModel
-from .common.decoder_heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
+from .common.decoder_heads import (
+    CausalLMHead,
+    DecoderQuestionAnsweringHead,
+    SequenceClassificationHead,
+    TokenClassificationHead,
+)
 from .layers.composed_attention import ComposedAttention
 from .layers.mlp import MLP
 
@@ -78,8 +83,15 @@ class DCPythiaForTokenClassification(TokenClassificationHead, DCPythiaPreTrained
     base_class = DCPythiaModel
 
 
+class DCPythiaForQuestionAnswering(DecoderQuestionAnsweringHead, DCPythiaPreTrainedModel):
+    """The decoder with scores of each token for the ends of an answer."""
+
+    base_class = DCPythiaModel
+
+
 __all__ = [
     "DCPythiaForCausalLM",
+    "DCPythiaForQuestionAnswering",
     "DCPythiaForSequenceClassification",
     "DCPythiaForTokenClassification",
     "DCPythiaModel",

@@ -13,7 +13,12 @@ from .caches.names import takes_either_name
 from .caches.segment_memory import SegmentMemoryLayer, upgrade_to_memory_cache
 from .common.activation_checkpointing import drops_caches
 from .common.decoder import DecoderBody, DecoderPreTrainedModel
-from .common.decoder_heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
+from .common.decoder_heads import (
+    CausalLMHead,
+    DecoderQuestionAnsweringHead,
+    SequenceClassificationHead,
+    TokenClassificationHead,
+)
 from .common.decoder_inputs import DecoderArguments, DecoderInputs, with_absolute_positions
 from .common.relative_model import RelativeLayer, RelativePreTrainedModel
 from .layers.relative_attention import RCMHAAttention
@@ -169,8 +174,15 @@ class RCMHAForTokenClassification(TokenClassificationHead, RCMHAPreTrainedModel)
     base_class = RCMHAModel
 
 
+class RCMHAForQuestionAnswering(DecoderQuestionAnsweringHead, RCMHAPreTrainedModel):
+    """The decoder with scores of each token for the ends of an answer."""
+
+    base_class = RCMHAModel
+
+
 __all__ = [
     "RCMHAForCausalLM",
+    "RCMHAForQuestionAnswering",
     "RCMHAForSequenceClassification",
     "RCMHAForTokenClassification",
     "RCMHAModel",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     from dynattn.modeling.modeling_dcbart import DCBartForConditionalGeneration, DCBartModel
     from dynattn.modeling.modeling_dcformer import (
         DCFormerForCausalLM,
+        DCFormerForQuestionAnswering,
         DCFormerForSequenceClassification,
         DCFormerForTokenClassification,
         DCFormerModel,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     )
     from dynattn.modeling.modeling_dcpythia import (
         DCPythiaForCausalLM,
+        DCPythiaForQuestionAnswering,
         DCPythiaForSequenceClassification,
         DCPythiaForTokenClassification,
         DCPythiaModel,
@@ -47,6 +49,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     from dynattn.modeling.modeling_dcvit import DCViTForImageClassification, DCViTModel
     from dynattn.modeling.modeling_rcmha import (
         RCMHAForCausalLM,
+        RCMHAForQuestionAnswering,
         RCMHAForSequenceClassification,
         RCMHAForTokenClassification,
         RCMHAModel,
@@ -70,6 +73,7 @@ __all__ = [
     "DCBartModel",
     "DCFormerConfig",
     "DCFormerForCausalLM",
+    "DCFormerForQuestionAnswering",
     "DCFormerForSequenceClassification",
     "DCFormerForTokenClassification",
     "DCFormerModel",
@@ -81,6 +85,7 @@ __all__ = [
     "DCModernBertModel",
     "DCPythiaConfig",
     "DCPythiaForCausalLM",
+    "DCPythiaForQuestionAnswering",
     "DCPythiaForSequenceClassification",
     "DCPythiaForTokenClassification",
     "DCPythiaModel",
@@ -89,6 +94,7 @@ __all__ = [
     "DCViTModel",
     "RCMHAConfig",
     "RCMHAForCausalLM",
+    "RCMHAForQuestionAnswering",
     "RCMHAForSequenceClassification",
     "RCMHAForTokenClassification",
     "RCMHAModel",

@@ -17,6 +17,7 @@ HEADS = MappingProxyType(
         "AutoModelForCausalLM": "ForCausalLM",
         "AutoModelForSequenceClassification": "ForSequenceClassification",
         "AutoModelForTokenClassification": "ForTokenClassification",
+        "AutoModelForQuestionAnswering": "ForQuestionAnswering",
     }
 )
 VISION_HEADS = MappingProxyType({"AutoModel": "Model", "AutoModelForImageClassification": "ForImageClassification"})

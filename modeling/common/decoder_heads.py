@@ -8,7 +8,11 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
@@ -221,6 +225,19 @@ class TokenClassificationHead(GenericForTokenClassification):
         given = (getattr(config, name, None) for name in ("classifier_dropout", "hidden_dropout"))
         self.dropout = nn.Dropout(next((rate for rate in given if rate is not None), 0.1))
         self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+
+class DecoderQuestionAnsweringHead(GenericForQuestionAnswering):
+    """Scores of every token for being the first and the last one of an answer; `__init__` as in the other heads."""
+
+    base_class: ClassVar[type[nn.Module]]
+    post_init: Callable[[], None]
+
+    def __init__(self, config: Any) -> None:
+        super(GenericForQuestionAnswering, self).__init__(config)  # type: ignore[call-arg]
+        self.model = self.base_class(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
 

@@ -14,6 +14,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     DynamicCache,
@@ -158,6 +159,7 @@ def test_every_auto_class_loads_the_checkpoint(tmp_path: Path) -> None:
         (AutoModelForTokenClassification, (2, 14, 2)),
     ):
         assert auto.from_pretrained(tmp_path)(IDS).logits.shape == shape
+    assert AutoModelForQuestionAnswering.from_pretrained(tmp_path)(IDS).end_logits.shape == (2, 14)
 
 
 def test_a_new_model_is_initialised_as_the_configuration_says() -> None:

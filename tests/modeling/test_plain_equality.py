@@ -10,12 +10,19 @@ from transformers import (
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForQuestionAnswering,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
-from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
+from dynattn import (
+    DCFormerConfig,
+    DCFormerForCausalLM,
+    DCFormerForQuestionAnswering,
+    DCPythiaConfig,
+    DCPythiaForCausalLM,
+)
 
 SHARED = {
     "vocab_size": 101,
@@ -153,6 +160,20 @@ def test_same_gradients() -> None:
     theirs = dict(parent.named_parameters())
     for name, parameter in model.named_parameters():
         assert_same(parameter.grad, theirs[name].grad)
+
+
+@torch.no_grad()
+def test_ends_of_answers_are_scored_as_in_llama() -> None:
+    parent = LlamaForQuestionAnswering(LlamaConfig(**SHARED)).eval()
+    off = {"compose_pre": False, "compose_post": False, "use_qk_norm": False, "sliding_window": None}
+    model = DCFormerForQuestionAnswering(DCFormerConfig(**SHARED, **off)).eval()
+    weights = {name.replace("transformer.", "model."): weight for name, weight in parent.state_dict().items()}
+    model.load_state_dict(weights, strict=True)
+    ids, answers = torch.randint(0, 101, (3, 20)), {"start_positions": torch.tensor([2, 0, 20])}
+    given = {"attention_mask": padding_mask([0, 5, 11], "right"), **answers, "end_positions": torch.tensor([4, 0, 20])}
+    ours, theirs = (net(ids, **given) for net in (model, parent))
+    for name in ("loss", "start_logits", "end_logits"):
+        assert_same(ours[name], theirs[name])
 
 
 def test_default_implementation_is_sdpa_without_composition() -> None:

@@ -173,6 +173,7 @@ def test_a_model_without_code_is_saved_without_code(original: Path, tmp_path: Pa
         pytest.param("DCFormer", "Model", marks=pytest.mark.slow),
         pytest.param("DCFormer", "ForTokenClassification", marks=pytest.mark.slow),
         pytest.param("DCPythia", "ForSequenceClassification", marks=pytest.mark.slow),
+        pytest.param("RCMHA", "ForQuestionAnswering", marks=pytest.mark.slow),
     ],
 )
 def test_every_family_and_head_works_without_the_package(
