@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -57,9 +58,15 @@ def attend(case: Case, implementation: str = "chunked") -> Tensor:
     return dcmha_attention(query, key, value, pre=Composition(key_gate=gate), implementation=implementation)
 
 
+def attend_forked(case: Case, tell: Callable[[Any], None]) -> None:
+    """Keeps to one thread: OpenMP's threads, which an earlier case may have started, do not survive a fork."""
+    torch.set_num_threads(1)
+    tell(attend(case))
+
+
 def in_processes(case: Case) -> list[Any]:
     with ExitStack() as stack:
-        children = [stack.enter_context(in_child(lambda tell: tell(attend(case)))) for _ in range(case["count"])]
+        children = [stack.enter_context(in_child(partial(attend_forked, case))) for _ in range(case["count"])]
         return [hear(child) for child in children]
 
 
@@ -70,21 +77,15 @@ def in_threads(case: Case) -> list[Any]:
 
 
 def after_use(case: Case) -> list[Any]:
-    """The child keeps to one thread: OpenMP's threads do not survive a fork, whoever started them."""
     torch.set_num_threads(case["threads"])
     first = attend(case)
-
-    def work(tell: Callable[[Any], None]) -> None:
-        torch.set_num_threads(1)
-        tell(attend(case))
-
-    with in_child(work) as child:
+    with in_child(partial(attend_forked, case)) as child:
         return [first, hear(child)]
 
 
 def break_cache(case: Case, cache: Path) -> None:
     """A disk that was full, or an older machine, left half of every library."""
-    with in_child(lambda tell: tell(attend(case))) as child:
+    with in_child(partial(attend_forked, case)) as child:
         hear(child)
     for library in cache.rglob("*.so"):
         os.truncate(library, library.stat().st_size // 2)
