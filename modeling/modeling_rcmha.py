@@ -12,7 +12,7 @@ from .caches.key_places import key_count
 from .caches.names import takes_either_name
 from .caches.segment_memory import SegmentMemoryLayer, upgrade_to_memory_cache
 from .common.activation_checkpointing import drops_caches
-from .common.decoder import DecoderBody, DecoderPreTrainedModel
+from .common.decoder import DecoderBody
 from .common.decoder_heads import (
     CausalLMHead,
     DecoderQuestionAnsweringHead,
@@ -25,7 +25,7 @@ from .layers.relative_attention import RCMHAAttention
 from .layers.segment import Segment, describe_segment
 from .positions.absolute import make_absolute
 from .positions.alibi import alibi_bias
-from .positions.learned_tables import learned_bias, refuse_reentrant_checkpointing
+from .positions.learned_tables import learned_bias
 from .positions.rotary import RotaryEmbedding
 
 
@@ -64,12 +64,14 @@ class RCMHADecoderLayer(RelativeLayer):
         return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
 
 
-class RCMHAPreTrainedModel(RelativePreTrainedModel, DecoderPreTrainedModel):
+class RCMHAPreTrainedModel(RelativePreTrainedModel):
     """What all RCMHA models share."""
 
     config: RCMHAConfig
     _no_split_modules = ["RCMHADecoderLayer"]
     _can_record_outputs = {"hidden_states": RCMHADecoderLayer, "attentions": RCMHAAttention}
+    # Serving engines ask these: layers need more of earlier tokens than their keys and values.
+    supports_paged_cache = attends_to_paged_cache = False
 
 
 class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
@@ -90,17 +92,12 @@ class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
         self.post_init()
 
     def prepare_inputs(self, given: DecoderArguments) -> DecoderInputs:
-        """As the base; refuses to train with memory and gradient checkpointing, which drops caches.
-
-        For learned tables see `refuse_reentrant_checkpointing`.
-        """
+        """As the base; refuses to train with memory and gradient checkpointing, which drops caches."""
         if given.past_key_values is not None and drops_caches(self):
             raise ValueError(
                 "memory cannot be carried through gradient checkpointing, which drops caches; switch "
                 "checkpointing off, or train without past_key_values"
             )
-        if self.position_bias is not None:
-            refuse_reentrant_checkpointing(self)
         return super().prepare_inputs(given)
 
     def make_masks(

@@ -13,20 +13,20 @@ from ..ops.distance_tables import DistanceTables
 from ..positions.absolute import make_absolute
 from ..positions.alibi import alibi_bias
 from ..positions.carope import make_room_for_phases
-from ..positions.learned_tables import DistanceTable, learned_bias, learned_gain, refuse_reentrant_checkpointing
+from ..positions.learned_tables import DistanceTable, learned_bias, learned_gain
 from ..positions.rotary import rotaries_by_layer_type, rotary_of
 from .composed_model import ComposedPreTrainedModel
-from .decoder import DecoderBody, DecoderPreTrainedModel
+from .decoder import DecoderBody
 from .decoder_inputs import DecoderArguments, DecoderInputs, new_token_mask, with_absolute_positions
 from .input_checks import is_complete_mask
 
 
-class ComposedDecoderPreTrainedModel(ComposedPreTrainedModel, DecoderPreTrainedModel):
+class ComposedDecoderPreTrainedModel(ComposedPreTrainedModel):
     """Answers what serving engines ask of a decoder."""
 
     @property
     def supports_paged_cache(self) -> bool:
-        """Whether rows of a paged cache hold all that layers read of earlier tokens.
+        """Whether a paged cache, which keeps a row of keys and one of values for a token, is all that layers need.
 
         Rows have additional channels for composition factors, but none for the phases of CARoPE.
         """
@@ -62,12 +62,6 @@ class ComposedDecoderBody(DecoderBody):
             upgrade_to_composed_cache(cache)
         if "carope" in self.config.schemes:
             make_room_for_phases(cache, self.config)
-
-    def prepare_inputs(self, given: DecoderArguments) -> DecoderInputs:
-        """As the base; for learned tables see `refuse_reentrant_checkpointing`."""
-        if self.position_bias is not None or self.position_gain is not None:
-            refuse_reentrant_checkpointing(self)
-        return super().prepare_inputs(given)
 
     def make_masks(
         self, given: DecoderArguments, inputs_embeds: Tensor, starts: Tensor | None

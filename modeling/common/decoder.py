@@ -1,42 +1,31 @@
 """The decoder without a head, as every family has it: flags for Transformers and the forward pass."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import DynamicCache
 from transformers.cache_utils import Cache
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..caches.names import named_cache, takes_either_name
 from ..layers.attention_interface import implementation_for
+from ..positions.learned_tables import refuse_reentrant_checkpointing
 from ..serving.requirements import check_paged_cache
 from .activation_checkpointing import check_keeps_cache
-from .decoder_inputs import DecoderArguments, DecoderInputs, prepare_decoder_inputs, refuse_later_tokens
-from .family_model import FamilyPreTrainedModel
+from .decoder_inputs import (
+    DecoderArguments,
+    DecoderInputs,
+    check_arguments,
+    default_positions,
+    packed_document_starts,
+    refuse_later_tokens,
+)
+from .input_checks import check_batch, check_cached_length, check_tokens, mask_beside_borders
 from .layer_types import typed_layers
 from .packed_documents import borders_of, not_before_document
-
-MASK_MAKERS: dict[str, Callable[..., Any]] = {
-    "full_attention": create_causal_mask,
-    "sliding_attention": create_sliding_window_causal_mask,
-}
-
-
-class DecoderPreTrainedModel(FamilyPreTrainedModel):
-    """Tells serving engines what a decoder needs: by default more than a paged cache."""
-
-    @property
-    def supports_paged_cache(self) -> bool:
-        """Whether a paged cache, which keeps a row of keys and one of values for a token, is all that layers need."""
-        return False
-
-    @property
-    def attends_to_paged_cache(self) -> bool:
-        """Whether this package attends to a paged cache, or leaves that to an implementation of Transformers."""
-        return False
 
 
 class DecoderBody:
@@ -102,10 +91,38 @@ class DecoderBody:
         )
 
     def prepare_inputs(self, given: DecoderArguments) -> DecoderInputs:
-        """Checks and completes the caller's arguments."""
-        if given.past_key_values is not None:
-            check_keeps_cache(self, given.past_key_values)
-        return prepare_decoder_inputs(self, given)
+        """Checks the caller's arguments and fills in what is left out.
+
+        Raises:
+            ValueError: shapes do not fit, a row of the batch is all padding, a mask leaves out cached tokens or hides
+                those of packed documents, or the cache has no room for the new tokens; or gradient checkpointing does
+                not go with the cache or with learned tables.
+        """
+        config, cache = self.config, given.past_key_values
+        refuse_reentrant_checkpointing(self)
+        if cache is not None:
+            check_keeps_cache(self, cache)
+        check_tokens(given.input_ids, given.inputs_embeds)
+        inputs_embeds = self.embed_tokens(given.input_ids) if given.inputs_embeds is None else given.inputs_embeds
+        check_arguments(given, inputs_embeds)
+        starts = packed_document_starts(given, inputs_embeds)
+        if given.cu_seq_lens is not None:
+            given = given._replace(attention_mask=mask_beside_borders(given.attention_mask))
+        check_batch(inputs_embeds.shape[0], cache)
+        if given.use_cache and cache is None:
+            cache = DynamicCache(config=config)
+        if cache is not None:
+            self.prepare_cache(cache)
+            check_cached_length(given.attention_mask, inputs_embeds, cache)
+        position_ids = given.position_ids
+        if position_ids is None:
+            position_ids = default_positions(config, given.attention_mask, inputs_embeds, cache, starts)
+        masks = given.attention_mask
+        if not isinstance(masks, dict):
+            masks = self.make_masks(given, inputs_embeds, starts)
+        if missing := sorted(set(config.layer_types) - set(masks)):
+            raise ValueError(f"attention_mask has no mask for the layer types {missing}; give one for each, or None")
+        return DecoderInputs(inputs_embeds, position_ids, cache, masks, starts)
 
     def prepare_cache(self, cache: Cache) -> None:
         """Makes `cache`, in place, keep what the family's layers need besides keys and values; here nothing."""
@@ -124,7 +141,7 @@ class DecoderBody:
         """
         apart = None if starts is None else not_before_document(starts)
         return {
-            layer_type: MASK_MAKERS[layer_type](
+            layer_type: LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[layer_type](
                 config=self.config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=given.attention_mask,

@@ -1,25 +1,17 @@
-"""Completes the arguments of a decoder's forward pass, and derives what its layers read from them."""
+"""The arguments of a decoder's forward pass, their checks, and what its layers read: positions and packed documents."""
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.import_utils import is_tracing
 
 from ...configuration.field_rules import ABSOLUTE_SCHEMES
 from ..caches.key_places import past_tokens_within
 from ..positions.absolute import check_learned_positions
-from .input_checks import (
-    check_attention_mask,
-    check_batch,
-    check_cached_length,
-    check_position_ids,
-    check_tokens,
-    is_complete_mask,
-    mask_beside_borders,
-)
+from .input_checks import check_attention_mask, check_position_ids, is_complete_mask
 from .packed_documents import packed_starts, starts_by_borders
 
 
@@ -73,42 +65,6 @@ def with_absolute_positions(config: Any, embed_positions: nn.Module | None, inpu
         past_tokens = past_tokens_within(inputs.past_key_values, length, limit)
         check_learned_positions(length, past_tokens, inputs.position_ids, limit)
     return embeddings + embed_positions(inputs.position_ids).to(embeddings.dtype)
-
-
-def prepare_decoder_inputs(decoder: Any, given: DecoderArguments) -> DecoderInputs:
-    """Checks the arguments of a decoder's forward pass and fills in what the caller left out.
-
-    Args:
-        decoder: a `DecoderBody`. Its `prepare_cache` is called with the given or new cache before the length of that is
-            read, and its `make_masks` unless the caller prepared the masks.
-
-    Raises:
-        ValueError: shapes do not fit, a row of the batch is all padding, a mask leaves out cached tokens or hides those
-            of packed documents, or the cache has no room for the new tokens.
-    """
-    config = decoder.config
-    check_tokens(given.input_ids, given.inputs_embeds)
-    inputs_embeds = decoder.embed_tokens(given.input_ids) if given.inputs_embeds is None else given.inputs_embeds
-    check_arguments(given, inputs_embeds)
-    starts = packed_document_starts(given, inputs_embeds)
-    if given.cu_seq_lens is not None:
-        given = given._replace(attention_mask=mask_beside_borders(given.attention_mask))
-    cache = given.past_key_values
-    check_batch(inputs_embeds.shape[0], cache)
-    if given.use_cache and cache is None:
-        cache = DynamicCache(config=config)
-    if cache is not None:
-        decoder.prepare_cache(cache)
-        check_cached_length(given.attention_mask, inputs_embeds, cache)
-    position_ids = given.position_ids
-    if position_ids is None:
-        position_ids = default_positions(config, given.attention_mask, inputs_embeds, cache, starts)
-    masks = given.attention_mask
-    if not isinstance(masks, dict):
-        masks = decoder.make_masks(given, inputs_embeds, starts)
-    if missing := sorted(set(config.layer_types) - set(masks)):
-        raise ValueError(f"attention_mask has no mask for the layer types {missing}; give one for each, or None")
-    return DecoderInputs(inputs_embeds, position_ids, cache, masks, starts)
 
 
 def check_arguments(given: DecoderArguments, inputs_embeds: Tensor) -> None:
