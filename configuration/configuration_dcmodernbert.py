@@ -118,20 +118,10 @@ class DCModernBertConfig(CompositionConfig):
             check_rope_parameters(rope, self.head_dim or 0)
 
 
+_TINY_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "cls_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
 DCModernBertConfig.sizes = {
     "tiny": model_size(
-        128,
-        4,
-        4,
-        192,
-        vocab_size=2048,
-        max_position_embeddings=512,
-        local_attention=32,
-        pad_token_id=0,
-        bos_token_id=1,
-        cls_token_id=1,
-        eos_token_id=2,
-        sep_token_id=2,
+        128, 4, 4, 192, vocab_size=2048, max_position_embeddings=512, local_attention=32, **_TINY_TOKENS
     ),
     "base": model_size(768, 22, 12, 1152),
     "large": model_size(1024, 28, 16, 2624),

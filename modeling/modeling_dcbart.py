@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -15,11 +14,11 @@ from .caches.composed_cache import upgrade_to_composed_cache
 from .caches.names import takes_either_name
 from .common.composed_model import ComposedPreTrainedModel
 from .common.input_checks import check_special_tokens
-from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, SourceEncoderBody, init_final_logits_bias
+from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, SourceEncoderBody
 from .common.seq2seq_decoder import Seq2SeqDecoderBody
 from .layers.composed_attention import ComposedAttention
 from .layers.mlp import MLP
-from .positions.absolute import SinusoidalTable, init_sinusoids
+from .positions.absolute import SinusoidalTable
 
 
 class DCBartLayer(GradientCheckpointingLayer):
@@ -94,13 +93,6 @@ class DCBartPreTrainedModel(ComposedPreTrainedModel):
 
     config: DCBartConfig
     _no_split_modules = ["DCBartEncoderLayer", "DCBartDecoderLayer"]
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        init_final_logits_bias(module)
-        if isinstance(module, SinusoidalTable):
-            init_sinusoids(module)
 
 
 class DCBartStack(DCBartPreTrainedModel):

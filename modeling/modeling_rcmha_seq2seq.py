@@ -152,15 +152,18 @@ class RCMHASeq2SeqDecoder(Seq2SeqDecoderBody, RCMHASeq2SeqStack):
     def layer_arguments(
         self,
         inputs_embeds: Tensor,
-        cache: Cache | None,
-        masks: dict[str, Any],
         attention_mask: Tensor | None,
+        encoder_hidden_states: Tensor | None,
         encoder_attention_mask: Tensor | None,
+        cache: Cache | None,
     ) -> dict[str, Any]:
-        """The `Segment` of the target, and which source tokens are real `[B, S]`; arguments are those of the base."""
-        mask = masks["attention_mask"]
+        """As the base, with the `Segment` of the target, and which source tokens are real `[B, S]`."""
+        arguments = super().layer_arguments(
+            inputs_embeds, attention_mask, encoder_hidden_states, encoder_attention_mask, cache
+        )
+        mask = arguments["attention_mask"]
         segment = describe_segment(self.config, inputs_embeds, cache, mask, given_mask=attention_mask)
-        return {"segment": segment, "source_mask": source_token_mask(self.config, encoder_attention_mask)}
+        return {**arguments, "segment": segment, "source_mask": source_token_mask(self.config, encoder_attention_mask)}
 
 
 class RCMHASeq2SeqModel(Seq2SeqBody, RCMHASeq2SeqPreTrainedModel):

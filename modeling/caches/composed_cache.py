@@ -49,8 +49,14 @@ class ComposedLayerMixin:
 
     @classmethod
     def factors_layer(cls, layer: CacheLayerMixin) -> CacheLayerMixin:
-        """The layer that keeps the factors of the tokens in `layer`: one of the same kind, with its settings."""
-        return _empty_copy(layer)
+        """The layer that keeps the factors of the tokens in `layer`: one of its kind and settings, not allocated."""
+        empty = copy.copy(layer)
+        empty.keys = empty.values = None
+        empty.is_initialized = False
+        count = getattr(layer, "cumulative_length", None)
+        if isinstance(count, torch.Tensor):
+            empty.cumulative_length = torch.zeros_like(count)  # type: ignore[assignment]
+        return empty
 
     def update(
         self, key_states: Tensor, value_states: Tensor, key_factors: Tensor, *args: Any, **kwargs: Any
@@ -214,14 +220,3 @@ def upgrade_to_composed_cache(cache: Cache) -> None:
                 f"a {type(layer).__name__} cannot keep composition factors; use a DynamicCache or a StaticCache"
             )
         cache.layers[index] = COMPOSED_LAYERS[type(layer)].from_plain(layer)
-
-
-def _empty_copy(layer: CacheLayerMixin) -> CacheLayerMixin:
-    """A copy of `layer` that has its settings, but neither tokens nor allocated memory."""
-    empty = copy.copy(layer)
-    empty.keys = empty.values = None
-    empty.is_initialized = False
-    count = getattr(layer, "cumulative_length", None)
-    if isinstance(count, torch.Tensor):
-        empty.cumulative_length = torch.zeros_like(count)  # type: ignore[assignment]
-    return empty

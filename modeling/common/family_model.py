@@ -9,6 +9,7 @@ from transformers import initialization as init
 from transformers.utils import logging
 
 from ..caches.names import NEW_NAME, OLD_NAME
+from ..positions.absolute import SinusoidalTable
 from ..positions.learned_tables import DistanceTable
 from ..positions.rotary import RotaryEmbedding
 
@@ -29,7 +30,7 @@ class FamilyPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """As in Transformers, which would take an `initializer_range` of 0 for none and draw with 0.02."""
-        if isinstance(module, RotaryEmbedding):
+        if isinstance(module, RotaryEmbedding | SinusoidalTable):
             module.fill_buffers()  # Transformers' own way does not know all of our variants
             return
         super()._init_weights(module)

@@ -72,19 +72,9 @@ def not_before_document(starts: Tensor) -> Callable[..., Tensor]:
 
     Later documents stay visible: they are for a causal mask to hide.
     """
-
-    def mask_function(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Whether a query sees a key, all four given as index `[]`; returns `[]`."""
-        return key >= starts[batch, query]
-
-    return mask_function
+    return lambda batch, head, query, key: key >= starts[batch, query]
 
 
 def same_document(starts: Tensor) -> Callable[..., Tensor]:
     """A mask function for Transformers: tokens see each other if their documents have the same start (`[B, T]`)."""
-
-    def mask_function(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Whether a query sees a key, all four given as index `[]`; returns `[]`."""
-        return starts[batch, query] == starts[batch, key]
-
-    return mask_function
+    return lambda batch, head, query, key: starts[batch, query] == starts[batch, key]

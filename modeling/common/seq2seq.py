@@ -162,6 +162,12 @@ class Seq2SeqLMHead:
         self.loss_type = "ForMaskedLM"
         self.post_init()
 
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # type: ignore[misc]
+        if module is self and self.final_logits_bias is not None:
+            init.zeros_(self.final_logits_bias)
+
     @takes_either_name
     @can_return_tuple
     def forward(
@@ -266,13 +272,6 @@ def check_position_range(position_ids: Tensor, limit: int) -> None:
             f"position_ids reach from {least} to {largest}, but must be at least 0 and smaller than "
             f"max_position_embeddings ({limit}); count from 0, or make a model with more"
         )
-
-
-@torch.no_grad()
-def init_final_logits_bias(module: nn.Module) -> None:
-    """Sets `final_logits_bias` to zero where the model has one; it is a buffer, which training does not change."""
-    if isinstance(module, Seq2SeqLMHead) and module.final_logits_bias is not None:
-        init.zeros_(module.final_logits_bias)
 
 
 def shift_right(labels: Tensor, config: PreTrainedConfig) -> Tensor:

@@ -78,9 +78,10 @@ class Seq2SeqDecoderBody:
         check_attention_mask(encoder_attention_mask, encoder_hidden_states, own, exact=True)  # type: ignore[arg-type]
         check_target_length(own, inputs_embeds.shape[1], self.config.max_position_embeddings)
         hidden_states = self.add_positions(inputs_embeds, count_positions(attention_mask, inputs_embeds, own))
-        masks = self._masks(inputs_embeds, attention_mask, encoder_hidden_states, encoder_attention_mask, own)
+        arguments = self.layer_arguments(
+            inputs_embeds, attention_mask, encoder_hidden_states, encoder_attention_mask, own
+        )
         implementation = implementation_for(self.config, kwargs)
-        arguments = self.layer_arguments(inputs_embeds, own, masks, attention_mask, encoder_attention_mask)
         for layer in self.layers:
             hidden_states = layer(
                 hidden_states,
@@ -88,7 +89,6 @@ class Seq2SeqDecoderBody:
                 use_cache=use_cache,
                 implementation=implementation,
                 **named_cache(cache),
-                **masks,
                 **arguments,
                 **kwargs,
             )
@@ -102,30 +102,15 @@ class Seq2SeqDecoderBody:
     def layer_arguments(
         self,
         inputs_embeds: Tensor,
-        cache: Cache | None,
-        masks: dict[str, Any],
-        attention_mask: Tensor | None,
-        encoder_attention_mask: Tensor | None,
-    ) -> dict[str, Any]:
-        """Further arguments that the family passes to all its layers, made from those of `forward`; here none.
-
-        Args:
-            inputs_embeds: `[B, T, E]`.
-            cache: of self-attention.
-            masks: what `_masks` returned.
-            attention_mask, encoder_attention_mask: as the caller gave them.
-        """
-        return {}
-
-    def _masks(
-        self,
-        inputs_embeds: Tensor,
         attention_mask: Tensor | None,
         encoder_hidden_states: Tensor | None,
         encoder_attention_mask: Tensor | None,
         cache: Cache | None,
     ) -> dict[str, Any]:
-        """The masks of self-attention, with its `cache`, and of cross-attention, as the implementation takes them."""
+        """What all layers get, from arguments of `forward` and the cache of self-attention: here the masks.
+
+        They are those of self-attention and of cross-attention, in the form that the implementation takes.
+        """
         return {
             "attention_mask": create_causal_mask(
                 config=self.config,

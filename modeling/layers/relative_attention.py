@@ -81,6 +81,20 @@ class ConvolvedHeads(nn.Module):
         is_plain = not self.is_causal and not is_relative
         return RELATIVE_IMPLEMENTATIONS["sdpa" if name == "chunked" and is_plain else name]
 
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, implementation: str | None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output `[B, T, E]` and, from `eager`, the probabilities `[B, H, T, S]`; `options` are those of the op.
+
+        Queries are `[B, H, T, D]`, keys and values `[B, H, S, D]`.
+        """
+        dropout = self.config.attention_dropout if self.training else 0.0
+        attend = self.implementation(implementation)
+        output, weights = attend(
+            query, key, value, scaling=self.scaling, is_causal=self.is_causal, dropout=dropout, **options
+        )
+        return self.o_proj(output.flatten(2)), weights
+
 
 class RCMHAAttention(ConvolvedHeads):
     """Multi-head attention with the convolutions and position terms of the configured `attention_type`."""
@@ -130,19 +144,12 @@ class RCMHAAttention(ConvolvedHeads):
             # The op scales the sum of all its terms, but this bias is added to scaled scores.
             position_bias = segment.scheme_bias.to(at_least_float32(query.dtype)) / self.scaling
         tables = (self.position_embeddings, position_bias, self.content_bias)
-        terms = PositionTerms(*tables, segment.query_offset, self.later_rows)
-        output, weights = self.implementation(implementation)(
-            query,
-            key,
-            value,
-            scaling=self.scaling,
-            attention_mask=attention_mask,
-            is_causal=self.is_causal,
-            sliding_window=self.config.sliding_window,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-            terms=terms,
-        )
-        return self.o_proj(output.flatten(2)), weights
+        options: dict[str, Any] = {
+            "attention_mask": attention_mask,
+            "sliding_window": self.config.sliding_window,
+            "terms": PositionTerms(*tables, segment.query_offset, self.later_rows),
+        }
+        return self.attend(query, key, value, implementation, **options)
 
     def _project(self, name: str, hidden_states: Tensor, segment: Segment, streaming: Cache | None) -> Tensor:
         """As `project`, for a segment; convolutions start with the context that the cache `streaming` keeps, if any."""
@@ -184,17 +191,7 @@ class RCMHACrossAttention(ConvolvedHeads):
         extend = None if own is None else partial(own.extend, "cross_q")
         query = self.project("q", hidden_states, segment.token_mask, extend=extend)
         key, value = self._read_source(key_value_states, source_mask, past_key_values)
-        output, weights = self.implementation(implementation)(
-            query,
-            key,
-            value,
-            scaling=self.scaling,
-            attention_mask=attention_mask,
-            is_causal=False,
-            sliding_window=None,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-        )
-        return self.o_proj(output.flatten(2)), weights
+        return self.attend(query, key, value, implementation, attention_mask=attention_mask, sliding_window=None)
 
     def _read_source(
         self, source: Tensor, source_mask: Tensor | None, past_key_values: EncoderDecoderCache | None

@@ -17,18 +17,17 @@ class SinusoidalTable(nn.Module):
     def __init__(self, num_positions: int, hidden_size: int) -> None:
         super().__init__()
         self.register_buffer("table", torch.empty(num_positions, hidden_size), persistent=False)
-        init_sinusoids(self)
+        self.fill_buffers()
+
+    @torch.no_grad()
+    def fill_buffers(self) -> None:
+        """Computes the table, also for a model that Transformers allocated without values and then initializes."""
+        positions, width = self.table.shape
+        init.copy_(self.table, sinusoids(torch.arange(positions), width))
 
     def forward(self, position_ids: Tensor) -> Tensor:
         """Returns `[B, T, E]` for positions `[B, T]`."""
         return self.table[position_ids]
-
-
-@torch.no_grad()
-def init_sinusoids(module: SinusoidalTable) -> None:
-    """Computes the table, also for a model that Transformers allocated without values and then initializes."""
-    positions, width = module.table.shape
-    init.copy_(module.table, sinusoids(torch.arange(positions), width))
 
 
 class SinusoidalEmbedding(nn.Module):
