@@ -73,58 +73,29 @@ class Range(NamedTuple):
         return " and ".join(limits) or "a finite number"
 
 
-SIZE = Range(1, 2**31 - 1)
+SIZE, COUNT = Range(1, 2**31 - 1), Range(0, 2**31 - 1)
 NUMBER, POSITIVE = Range(), Range(0, low_open=True)
 DROPOUT = Range(0, 1, high_open=True)
 
 # The rule of a numeric field, in whichever configuration it occurs. None is always allowed here: the value then follows
 # from other fields, or what it sets is switched off.
 FIELD_RANGES: dict[str, Range] = {
-    "vocab_size": SIZE,
-    "hidden_size": SIZE,
-    "intermediate_size": SIZE,
-    "num_hidden_layers": Range(1, 10_000),
-    "decoder_layers": Range(1, 10_000),
-    "num_attention_heads": SIZE,
-    "num_key_value_heads": SIZE,
-    "head_dim": SIZE,
-    "max_position_embeddings": SIZE,
-    "position_offset": Range(0, 2**31 - 1),
-    "sliding_window": SIZE,
-    "mem_len": Range(0, 2**31 - 1),
-    "conv_kernel_size": SIZE,
-    "mgate_dim": SIZE,
-    "compose_groups": SIZE,
-    "compose_hidden_size": SIZE,
-    "compose_norm_eps": POSITIVE,
-    "qk_norm_eps": POSITIVE,
-    "head_norm_eps": POSITIVE,
-    "rms_norm_eps": POSITIVE,
-    "layer_norm_eps": POSITIVE,
-    "rope_theta": POSITIVE,
-    "t5_num_buckets": Range(2, 2**31 - 1),
-    "t5_max_distance": SIZE,
-    "position_gain_length": SIZE,
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "compose_hidden_size", "num_channels"), SIZE),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "compose_groups", "mgate_dim"), SIZE),
+    **dict.fromkeys(("max_position_embeddings", "sliding_window", "t5_max_distance", "position_gain_length"), SIZE),
+    **dict.fromkeys(("conv_kernel_size", "representation_size"), SIZE),
+    **dict.fromkeys(("position_offset", "mem_len", "num_register_tokens"), COUNT),
+    **dict.fromkeys(("num_hidden_layers", "decoder_layers"), Range(1, 10_000)),
+    **dict.fromkeys(("t5_num_buckets", "local_attention"), Range(2, 2**31 - 1)),
+    **dict.fromkeys(("norm_eps", "layer_norm_eps", "rms_norm_eps", "qk_norm_eps", "head_norm_eps"), POSITIVE),
+    **dict.fromkeys(("compose_norm_eps", "rope_theta", "attention_scaling", "initializer_cutoff_factor"), POSITIVE),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "activation_dropout", "embedding_dropout"), DROPOUT),
+    **dict.fromkeys(("mlp_dropout", "classifier_dropout", "compose_dropout", "drop_path_rate"), DROPOUT),
     "position_scale": NUMBER,
-    "hidden_dropout": DROPOUT,
-    "activation_dropout": DROPOUT,
-    "attention_dropout": DROPOUT,
-    "drop_path_rate": DROPOUT,
-    "embedding_dropout": DROPOUT,
-    "mlp_dropout": DROPOUT,
-    "classifier_dropout": DROPOUT,
-    "norm_eps": POSITIVE,
-    "local_attention": Range(2, 2**31 - 1),
-    "initializer_cutoff_factor": POSITIVE,
-    "compose_dropout": DROPOUT,
-    "attention_scaling": POSITIVE,
+    "layer_scale_init": Range(-1000, 1000),
     # Up to these limits the logits of a new model are finite in float32.
     "initializer_range": Range(0, 1000),
     "compose_init_scale": Range(0, 1_000_000),
-    "num_channels": SIZE,
-    "num_register_tokens": Range(0, 2**31 - 1),
-    "representation_size": SIZE,
-    "layer_scale_init": Range(-1000, 1000),
 }
 ACTIVATIONS = ("hidden_act", "compose_act", "classifier_activation")
 

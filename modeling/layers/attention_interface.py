@@ -94,7 +94,11 @@ def attention_function(attend: Attention) -> Attention:
         Raises:
             ValueError: the arguments do not fit each other, or `dropout` is not 0.
         """
-        _refuse_dropout(dropout)
+        if dropout:
+            raise ValueError(
+                f"attention_dropout ({dropout}) is not supported by this implementation of attention; use "
+                "attn_implementation='sdpa', or attention_dropout=0"
+            )
         if paged is not None:
             layer = module.layer_idx
             return paged.attend(layer, query, key, value, pre, post, scaling, sliding_window, attend, tables), None
@@ -106,15 +110,6 @@ def attention_function(attend: Attention) -> Attention:
         return attend(query, key, value, **others, **masking)
 
     return forward
-
-
-def _refuse_dropout(dropout: float) -> None:
-    """Raises ValueError unless `dropout`, the share of probabilities to drop, is 0."""
-    if dropout:
-        raise ValueError(
-            f"attention_dropout ({dropout}) is not supported by this implementation of attention; use "
-            "attn_implementation='sdpa', or attention_dropout=0"
-        )
 
 
 def mask_arguments(attention_mask: Tensor | None, sliding_window: int | None, is_causal: bool) -> dict[str, Any]:
@@ -190,13 +185,6 @@ def register_implementation(name: str, attend: Attention) -> None:
             would read as more than a name.
         TypeError: `attend` cannot be called.
     """
-    check_new_implementation(name, attend)
-    COMPOSING_IMPLEMENTATIONS[name] = IMPLEMENTATIONS[name] = checking_results(name, refusing_tables(name, attend))
-    _register_with_transformers(name)
-
-
-def check_new_implementation(name: str, attend: Attention) -> None:
-    """Raises the errors that `register_implementation` documents."""
     if not callable(attend):
         raise TypeError(f"the implementation {name!r} is a {type(attend).__name__}; give a function")
     if name in (*BUILT_IN, "sdpa"):
@@ -205,6 +193,8 @@ def check_new_implementation(name: str, attend: Attention) -> None:
         raise ValueError(f"{name!r} is no name of an implementation; give one without '|', '/' and ':'")
     if name in ALL_ATTENTION_FUNCTIONS and name not in _OWN_FUNCTIONS:  # those registered here are in both
         raise ValueError(f"{name!r} is an implementation of Transformers; register yours under another name")
+    COMPOSING_IMPLEMENTATIONS[name] = IMPLEMENTATIONS[name] = checking_results(name, refusing_tables(name, attend))
+    _register_with_transformers(name)
 
 
 def checking_results(name: str, attend: Attention) -> Attention:

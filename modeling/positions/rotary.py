@@ -41,7 +41,7 @@ class RotaryEmbedding(nn.Module):
             )
         rotary_dtype = getattr(config, "rotary_dtype", None)
         self.least_dtype: torch.dtype | None = None if rotary_dtype is None else getattr(torch, rotary_dtype)
-        inv_freq, self.attention_scaling = init_function(self.rope_type)(config)
+        inv_freq, self.attention_scaling = inverse_frequencies(config)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
 
@@ -56,7 +56,7 @@ class RotaryEmbedding(nn.Module):
 
     def fill_buffers(self) -> None:
         """Computes the frequencies again, for a model that was allocated without values."""
-        inv_freq, _ = init_function(self.rope_type)(self.config)
+        inv_freq, _ = inverse_frequencies(self.config)
         init.copy_(self.inv_freq, inv_freq)
         init.copy_(self.original_inv_freq, inv_freq)
 
@@ -83,14 +83,14 @@ def default_frequencies(config: PreTrainedConfig) -> Tensor:
     return 1.0 / rope["rope_theta"] ** exponent
 
 
-def power_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
+def power_frequencies(config: PreTrainedConfig) -> Tensor:
     """The default frequencies, that of pair `i` times `(1 - 2 i / rotary_dim) ** power_factor` (arXiv 2308.10882)."""
     frequencies = default_frequencies(config)
     place = torch.arange(len(frequencies), dtype=torch.float) / len(frequencies)
-    return frequencies * (1 - place) ** rope_parameters(config)["power_factor"], 1.0
+    return frequencies * (1 - place) ** rope_parameters(config)["power_factor"]
 
 
-def truncated_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
+def truncated_frequencies(config: PreTrainedConfig) -> Tensor:
     """The default frequencies with the low ones replaced (Giraffe, arXiv 2308.10882).
 
     Frequencies of at least `b = 2 pi / truncate_length`, one turn in the trained length, stay. Those from `b / 8` up to
@@ -100,17 +100,18 @@ def truncated_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
     once = 2 * math.pi / rope_parameters(config)["truncate_length"]
     # `torch.where` of two numbers would have the default dtype, which is bfloat16 while such a model is made.
     slow = torch.where(frequencies >= once / 8, torch.full_like(frequencies, once / 16), 0.0)
-    return torch.where(frequencies >= once, frequencies, slow), 1.0
+    return torch.where(frequencies >= once, frequencies, slow)
 
 
-def init_function(rope_type: str) -> Callable[..., tuple[Tensor, float]]:
-    """The function of a configuration that gives inverse frequencies and the factor on cosines and sines."""
-    own = {
-        "default": lambda config: (default_frequencies(config), 1.0),
-        "power": power_frequencies,
-        "truncated": truncated_frequencies,
-    }
-    return own.get(rope_type) or ROPE_INIT_FUNCTIONS[rope_type]
+# The variants that are computed here; those of Transformers also scale cosines and sines.
+OWN_VARIANTS = {"default": default_frequencies, "power": power_frequencies, "truncated": truncated_frequencies}
+
+
+def inverse_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
+    """The inverse frequencies `[rotary_dim / 2]` of a configuration, and the factor on cosines and sines."""
+    rope_type = rope_parameters(config)["rope_type"]
+    own = OWN_VARIANTS.get(rope_type)
+    return ROPE_INIT_FUNCTIONS[rope_type](config) if own is None else (own(config), 1.0)
 
 
 def rotaries_by_layer_type(config: Any) -> nn.Module | None:
