@@ -31,7 +31,7 @@ class FamilyPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """As in Transformers, which would take an `initializer_range` of 0 for none and draw with 0.02."""
         if isinstance(module, RotaryEmbedding | SinusoidalTable):
-            module.fill_buffers()  # Transformers' own way does not know all of our variants
+            module.fill_buffers()  # Transformers itself does not know the table, nor all of our variants of rotation
             return
         super()._init_weights(module)
         if self.config.initializer_range == 0 and isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding):

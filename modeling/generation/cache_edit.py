@@ -43,12 +43,12 @@ def edit_cache(model: Any, cache: Cache, start: int, stop: int, input_ids: Tenso
     model = causal_model_in(model)
     check_keeps_cache(model)
     check_edit(model.config, cache, start, stop, input_ids)
-    before = [state for layer in cache.layers for state in _states(layer)]
+    before = [(part, part.keys, part.values) for part in _parts(cache)]
     try:
         _edit(model, cache, start, stop, input_ids)
     except BaseException:  # KeyboardInterrupt too, which would leave some layers cut and others not
-        for layer, keys, values in before:
-            layer.keys, layer.values = keys, values
+        for part, keys, values in before:
+            part.keys, part.values = keys, values
         raise
     return cache
 
@@ -65,18 +65,24 @@ def _edit(model: Any, cache: Cache, start: int, stop: int, input_ids: Tensor) ->
         _end_phases(config, layer.keys[:, :, :stop]) if config.scheme_of(layer_type) == "carope" else None
         for layer, layer_type in layers
     ]
-    suffixes = [_cut(layer, start, stop) for layer in cache.layers]
+    suffixes = {part: (part.keys[:, :, stop:], part.values[:, :, stop:]) for part in _parts(cache)}
+    for part in suffixes:
+        part.keys, part.values = part.keys[:, :, :start], part.values[:, :, :start]
     if input_ids.shape[1]:
         places = torch.arange(start, start + input_ids.shape[1], device=input_ids.device)[None]
         model(input_ids, past_key_values=cache, position_ids=places, use_cache=True)
     moved = start + input_ids.shape[1] - stop
-    for (layer, layer_type), suffix, end in zip(layers, suffixes, ends, strict=True):
+    for (layer, layer_type), end in zip(layers, ends, strict=True):
+        keys, values = suffixes[layer]
         embedding = rotary_of(model.model.rotary_emb, config, layer_type)
         if embedding is not None:
-            suffix["keys"] = move_keys(suffix["keys"], moved, embedding.inv_freq)
+            keys = move_keys(keys, moved, embedding.inv_freq)
         if end is not None:
-            suffix["keys"] = turn_cached_keys(suffix["keys"], _end_phases(config, layer.keys) - end)
-        _append(layer, suffix)
+            keys = turn_cached_keys(keys, _end_phases(config, layer.keys) - end)
+        suffixes[layer] = keys, values
+    for part, (keys, values) in suffixes.items():
+        part.keys = torch.cat([part.keys, keys], dim=2)
+        part.values = torch.cat([part.values, values], dim=2)
 
 
 def _end_phases(config: Any, keys: Tensor) -> Tensor:
@@ -85,10 +91,10 @@ def _end_phases(config: Any, keys: Tensor) -> Tensor:
     return phases if keys.shape[2] else phases.new_zeros(*keys.shape[:2], 1, config.head_dim // 2)
 
 
-def _states(layer: Any) -> list[tuple[Any, Tensor, Tensor]]:
-    """What `edit_cache` restores after an error: a layer with its present keys and values, and that of its factors."""
-    factors = _states(layer.factors) if isinstance(layer, ComposedDynamicLayer) else []
-    return [(layer, layer.keys, layer.values), *factors]
+def _parts(cache: Cache) -> list[Any]:
+    """The layers of a cache and those of their factors, which also hold tokens as keys and values `[B, ., S, .]`."""
+    factors = [layer.factors for layer in cache.layers if isinstance(layer, ComposedDynamicLayer)]
+    return [*cache.layers, *factors]
 
 
 def move_keys(key: Tensor, distance: int, inv_freq: Tensor) -> Tensor:
@@ -133,20 +139,3 @@ def check_edit(config: Any, cache: Cache, start: int, stop: int, input_ids: Tens
     rows = cache.layers[0].keys.shape[0]  # type: ignore[union-attr]
     if input_ids.ndim != 2 or input_ids.shape[0] != rows:
         raise ValueError(f"input_ids of shape {tuple(input_ids.shape)} must be [{rows}, m], as many rows as are cached")
-
-
-def _cut(layer: Any, start: int, stop: int) -> dict[str, Any]:
-    """Cuts a layer down to its first `start` tokens, and returns what it held of the tokens from `stop` on."""
-    suffix: dict[str, Any] = {"keys": layer.keys[:, :, stop:], "values": layer.values[:, :, stop:]}
-    layer.keys, layer.values = layer.keys[:, :, :start], layer.values[:, :, :start]
-    if isinstance(layer, ComposedDynamicLayer):
-        suffix["factors"] = _cut(layer.factors, start, stop)
-    return suffix
-
-
-def _append(layer: Any, suffix: dict[str, Any]) -> None:
-    """Appends the tokens that `_cut` returned to a layer."""
-    layer.keys = torch.cat([layer.keys, suffix["keys"]], dim=2)
-    layer.values = torch.cat([layer.values, suffix["values"]], dim=2)
-    if isinstance(layer, ComposedDynamicLayer):
-        _append(layer.factors, suffix["factors"])
