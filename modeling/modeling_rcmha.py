@@ -19,7 +19,7 @@ from .common.decoder_heads import (
     SequenceClassificationHead,
     TokenClassificationHead,
 )
-from .common.decoder_inputs import DecoderArguments, DecoderInputs, with_absolute_positions
+from .common.decoder_inputs import DecoderArguments, DecoderInputs
 from .common.relative_model import RelativeLayer, RelativePreTrainedModel
 from .layers.relative_attention import RCMHAAttention
 from .layers.segment import Segment, describe_segment
@@ -130,8 +130,7 @@ class RCMHAModel(DecoderBody, RCMHAPreTrainedModel):
         segment = segment._replace(
             rotary=self.rotations(inputs, keys), scheme_bias=self.scheme_bias(keys, embeddings.device)
         )
-        hidden_states = with_absolute_positions(config, self.embed_positions, inputs)
-        return hidden_states, {layer_type: {"segment": segment} for layer_type in config.layer_types}
+        return self.embed(inputs), {layer_type: {"segment": segment} for layer_type in config.layer_types}
 
     def rotations(self, inputs: DecoderInputs, keys: int) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines `[B, N, D]` of all `N` tokens that layers project (see `Segment`); None without `"rope"`.

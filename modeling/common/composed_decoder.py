@@ -17,7 +17,7 @@ from ..positions.learned_tables import DistanceTable, learned_bias, learned_gain
 from ..positions.rotary import rotaries_by_layer_type, rotary_of
 from .composed_model import ComposedPreTrainedModel
 from .decoder import DecoderBody
-from .decoder_inputs import DecoderArguments, DecoderInputs, new_token_mask, with_absolute_positions
+from .decoder_inputs import DecoderArguments, DecoderInputs, new_token_mask
 from .input_checks import is_complete_mask
 
 
@@ -46,7 +46,6 @@ class ComposedDecoderBody(DecoderBody):
     """A `DecoderBody` that passes positions of every scheme to its layers and keeps composition factors in caches."""
 
     rotary_emb: nn.Module | None
-    embed_positions: nn.Module | None
     position_bias: DistanceTable | None
     position_gain: DistanceTable | None
 
@@ -79,7 +78,7 @@ class ComposedDecoderBody(DecoderBody):
         for CARoPE which tokens are padding.
         """
         config = self.config
-        hidden_states = with_absolute_positions(config, self.embed_positions, inputs)
+        hidden_states = self.embed(inputs)
         shared: dict[str, Any] = {
             "position_ids": inputs.position_ids,
             "first_keys": None if is_complete_mask(given.attention_mask) else inputs.document_starts,

@@ -10,8 +10,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from ..caches.key_places import past_tokens_within
 from ..caches.names import named_cache, takes_either_name
 from ..layers.attention_interface import implementation_for
+from ..positions.absolute import check_learned_positions
 from ..positions.learned_tables import refuse_reentrant_checkpointing
 from ..serving.requirements import check_paged_cache
 from .activation_checkpointing import check_keeps_cache
@@ -37,6 +39,7 @@ class DecoderBody:
 
     config: Any
     embed_tokens: nn.Module
+    embed_positions: nn.Module | None
     layers: nn.ModuleList
     norm: nn.Module
 
@@ -123,6 +126,21 @@ class DecoderBody:
         if missing := sorted(set(config.layer_types) - set(masks)):
             raise ValueError(f"attention_mask has no mask for the layer types {missing}; give one for each, or None")
         return DecoderInputs(inputs_embeds, position_ids, cache, masks, starts)
+
+    def embed(self, inputs: DecoderInputs) -> Tensor:
+        """The first layer's hidden states `[B, T, E]`: the embeddings, with absolute positions added if there are any.
+
+        Raises:
+            ValueError: there are learned positions, and tokens beyond them.
+        """
+        embeddings = inputs.inputs_embeds
+        if self.embed_positions is None:
+            return embeddings
+        if self.config.position_scheme == "learned":
+            length, limit = embeddings.shape[1], self.config.max_position_embeddings
+            past_tokens = past_tokens_within(inputs.past_key_values, length, limit)
+            check_learned_positions(length, past_tokens, inputs.position_ids, limit)
+        return embeddings + self.embed_positions(inputs.position_ids).to(embeddings.dtype)
 
     def prepare_cache(self, cache: Cache) -> None:
         """Makes `cache`, in place, keep what the family's layers need besides keys and values; here nothing."""

@@ -3,14 +3,12 @@
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.import_utils import is_tracing
 
 from ...configuration.field_rules import ABSOLUTE_SCHEMES
-from ..caches.key_places import past_tokens_within
-from ..positions.absolute import check_learned_positions
 from .input_checks import check_attention_mask, check_position_ids, is_complete_mask
 from .packed_documents import packed_starts, starts_by_borders
 
@@ -49,22 +47,6 @@ class DecoderInputs(NamedTuple):
     past_key_values: Cache | None
     masks: dict[str, Tensor | None]  # one for each layer type
     document_starts: Tensor | None  # [B, T], index of the first token of each token's document; None if not packed
-
-
-def with_absolute_positions(config: Any, embed_positions: nn.Module | None, inputs: DecoderInputs) -> Tensor:
-    """The embeddings `[B, T, E]`, with those of their positions added if a position scheme has any.
-
-    Raises:
-        ValueError: there are learned positions, and tokens beyond them.
-    """
-    embeddings = inputs.inputs_embeds
-    if embed_positions is None:
-        return embeddings
-    if config.position_scheme == "learned":
-        length, limit = embeddings.shape[1], config.max_position_embeddings
-        past_tokens = past_tokens_within(inputs.past_key_values, length, limit)
-        check_learned_positions(length, past_tokens, inputs.position_ids, limit)
-    return embeddings + embed_positions(inputs.position_ids).to(embeddings.dtype)
 
 
 def check_arguments(given: DecoderArguments, inputs_embeds: Tensor) -> None:
