@@ -190,8 +190,4 @@ def make_embedding(config: DCBartConfig) -> ScaledEmbedding:
     return ScaledEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id, scale)
 
 
-__all__ = [
-    "DCBartForConditionalGeneration",
-    "DCBartModel",
-    "DCBartPreTrainedModel",
-]
+__all__ = ["DCBartForConditionalGeneration", "DCBartModel", "DCBartPreTrainedModel"]

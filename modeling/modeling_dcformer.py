@@ -64,10 +64,7 @@ class DCFormerPreTrainedModel(ComposedDecoderPreTrainedModel):
 
     config: DCFormerConfig
     _no_split_modules = ["DCFormerDecoderLayer"]
-    _can_record_outputs = {
-        "hidden_states": DCFormerDecoderLayer,
-        "attentions": ComposedAttention,
-    }
+    _can_record_outputs = {"hidden_states": DCFormerDecoderLayer, "attentions": ComposedAttention}
 
 
 class DCFormerModel(ComposedDecoderBody, DCFormerPreTrainedModel):

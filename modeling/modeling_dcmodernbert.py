@@ -54,10 +54,7 @@ class DCModernBertPreTrainedModel(ComposedPreTrainedModel):
 
     config: DCModernBertConfig
     _no_split_modules = ["DCModernBertLayer"]
-    _can_record_outputs = {
-        "hidden_states": DCModernBertLayer,
-        "attentions": ComposedAttention,
-    }
+    _can_record_outputs = {"hidden_states": DCModernBertLayer, "attentions": ComposedAttention}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -46,10 +46,7 @@ class DCPythiaPreTrainedModel(ComposedDecoderPreTrainedModel):
 
     config: DCPythiaConfig
     _no_split_modules = ["DCPythiaDecoderLayer"]
-    _can_record_outputs = {
-        "hidden_states": DCPythiaDecoderLayer,
-        "attentions": ComposedAttention,
-    }
+    _can_record_outputs = {"hidden_states": DCPythiaDecoderLayer, "attentions": ComposedAttention}
 
 
 class DCPythiaModel(ComposedDecoderBody, DCPythiaPreTrainedModel):

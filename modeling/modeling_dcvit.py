@@ -62,10 +62,7 @@ class DCViTPreTrainedModel(ComposedPreTrainedModel):
     input_modalities = ("image",)  # type: ignore[assignment]
     _input_embed_layer = "patch_embeddings"
     _no_split_modules = ["ImageEmbeddings", "DCViTLayer"]
-    _can_record_outputs = {
-        "hidden_states": DCViTLayer,
-        "attentions": ComposedAttention,
-    }
+    _can_record_outputs = {"hidden_states": DCViTLayer, "attentions": ComposedAttention}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

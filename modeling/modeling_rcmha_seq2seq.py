@@ -209,8 +209,4 @@ def make_embedding(config: RCMHASeq2SeqConfig) -> nn.Embedding:
     return nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
 
 
-__all__ = [
-    "RCMHASeq2SeqForConditionalGeneration",
-    "RCMHASeq2SeqModel",
-    "RCMHASeq2SeqPreTrainedModel",
-]
+__all__ = ["RCMHASeq2SeqForConditionalGeneration", "RCMHASeq2SeqModel", "RCMHASeq2SeqPreTrainedModel"]

@@ -9,11 +9,7 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.masking_utils import create_masks_for_generate
-from transformers.modeling_outputs import (
-    BaseModelOutput,
-    Seq2SeqLMOutput,
-    Seq2SeqModelOutput,
-)
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils import ModelOutput, can_return_tuple
 from transformers.utils.import_utils import is_tracing
 
