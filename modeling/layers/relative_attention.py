@@ -88,11 +88,9 @@ class ConvolvedHeads(nn.Module):
 
         Queries are `[B, H, T, D]`, keys and values `[B, H, S, D]`.
         """
-        dropout = self.config.attention_dropout if self.training else 0.0
-        attend = self.implementation(implementation)
-        output, weights = attend(
-            query, key, value, scaling=self.scaling, is_causal=self.is_causal, dropout=dropout, **options
-        )
+        options |= {"scaling": self.scaling, "is_causal": self.is_causal}
+        options["dropout"] = self.config.attention_dropout if self.training else 0.0
+        output, weights = self.implementation(implementation)(query, key, value, **options)
         return self.o_proj(output.flatten(2)), weights
 
 
