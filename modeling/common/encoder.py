@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers.masking_utils import create_bidirectional_mask, create_bidirectional_sliding_window_mask
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import merge_with_config_defaults
@@ -21,34 +20,6 @@ BIDIRECTIONAL_MASK_MAKERS: dict[str, Callable[..., Any]] = {
     "full_attention": create_bidirectional_mask,
     "sliding_attention": create_bidirectional_sliding_window_mask,
 }
-
-
-def bidirectional_masks(
-    config: PreTrainedConfig,
-    inputs_embeds: Tensor,
-    attention_mask: Tensor | dict[str, Tensor | None] | None,
-    position_ids: Tensor | None = None,
-) -> dict[str, Tensor | None]:
-    """Transformers' mask for each layer type of an encoder, in the form that its attention implementation takes.
-
-    Args:
-        inputs_embeds: `[B, T, E]`.
-        attention_mask: `[B, T]`, 1 for real tokens; or `[B, 1, T, T]`; or one prepared mask for each layer type.
-        position_ids: `[B, T]`. Without a mask, positions that restart mark packed documents, which then do not see each
-            other; the masks then have an entry for each pair of tokens.
-    """
-    if isinstance(attention_mask, dict):
-        return attention_mask
-    starts = None
-    if attention_mask is None and position_ids is not None:
-        starts = packed_starts(position_ids, inputs_embeds.shape[:2])
-    apart = None if starts is None else same_document(starts)
-    return {
-        layer_type: BIDIRECTIONAL_MASK_MAKERS[layer_type](
-            config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, and_mask_function=apart
-        )
-        for layer_type in sorted(set(layer_types_of(config)))
-    }
 
 
 class EncoderLayers:
@@ -69,7 +40,7 @@ class EncoderLayers:
 
         Args:
             hidden_states: `[B, T, E]`, the first layer's.
-            attention_mask, position_ids: as `bidirectional_masks` takes them.
+            attention_mask, position_ids: as `make_masks` takes them.
             rotations: rotary cosines and sines for each layer type, where the family rotates.
 
         Raises:
@@ -83,7 +54,7 @@ class EncoderLayers:
         if given := [name for name in (OLD_NAME, NEW_NAME) if kwargs.get(name) is not None]:
             raise ValueError(f"{given[0]} has no meaning for an encoder, which reads all tokens at once; leave it out")
         check_attention_mask(attention_mask, hidden_states, None, exact=True)
-        masks = bidirectional_masks(self.config, hidden_states, attention_mask, position_ids)
+        masks = self.make_masks(hidden_states, attention_mask, position_ids)
         implementation = implementation_for(self.config, kwargs)
         for layer, layer_type in typed_layers(self.layers, self.config):
             hidden_states = layer(
@@ -94,6 +65,33 @@ class EncoderLayers:
                 **kwargs,
             )
         return hidden_states
+
+    def make_masks(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | dict[str, Tensor | None] | None,
+        position_ids: Tensor | None,
+    ) -> dict[str, Tensor | None]:
+        """Transformers' mask for each layer type, in the form that the attention implementation takes.
+
+        Args:
+            inputs_embeds: `[B, T, E]`.
+            attention_mask: `[B, T]`, 1 for real tokens; or `[B, 1, T, T]`; or one prepared mask for each layer type.
+            position_ids: `[B, T]`. Without a mask, positions that restart mark packed documents, which then do not see
+                each other; the masks then have an entry for each pair of tokens.
+        """
+        if isinstance(attention_mask, dict):
+            return attention_mask
+        starts = None
+        if attention_mask is None and position_ids is not None:
+            starts = packed_starts(position_ids, inputs_embeds.shape[:2])
+        apart = None if starts is None else same_document(starts)
+        return {
+            layer_type: BIDIRECTIONAL_MASK_MAKERS[layer_type](
+                config=self.config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, and_mask_function=apart
+            )
+            for layer_type in sorted(set(layer_types_of(self.config)))
+        }
 
 
 class EncoderBody(EncoderLayers):
