@@ -1,4 +1,4 @@
-"""The decoder without a head, as every family has it: flags for Transformers and the forward pass."""
+"""The decoder without a head, as every family has it: its inputs, caches and masks, and the forward pass."""
 
 from typing import Any
 
