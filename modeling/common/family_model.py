@@ -9,9 +9,7 @@ from transformers import initialization as init
 from transformers.utils import logging
 
 from ..caches.names import NEW_NAME, OLD_NAME
-from ..positions.absolute import SinusoidalTable
 from ..positions.learned_tables import DistanceTable
-from ..positions.rotary import RotaryEmbedding
 
 logger = logging.get_logger(__name__)
 
@@ -30,8 +28,10 @@ class FamilyPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """As in Transformers, which would take an `initializer_range` of 0 for none and draw with 0.02."""
-        if isinstance(module, RotaryEmbedding | SinusoidalTable):
-            module.fill_buffers()  # Transformers itself does not know the table, nor all of our variants of rotation
+        # Frequencies or sinusoids. Transformers' own way does not know all of our variants.
+        fill_buffers = getattr(module, "fill_buffers", None)
+        if fill_buffers is not None:
+            fill_buffers()
             return
         super()._init_weights(module)
         if self.config.initializer_range == 0 and isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding):
