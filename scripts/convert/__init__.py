@@ -22,9 +22,9 @@ _MODULES = {
     "UpcycleArguments": "upcycle.arguments",
     "Upcycling": "upcycle.plan",
     "compare_checkpoints": "check",
-    "convert_official": "official.main",
-    "convert_rcmha": "rcmha.main",
-    "upcycle_checkpoint": "upcycle.main",
+    "convert_official": "official.plan",
+    "convert_rcmha": "rcmha.plan",
+    "upcycle_checkpoint": "upcycle.plan",
 }
 
 __all__ = [*_MODULES]

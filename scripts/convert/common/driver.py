@@ -25,10 +25,10 @@ from ...common.checkpoint_files import (
 )
 from ...common.folder_names import resolve_destination
 from .arguments import ConversionArguments
-from .planning import read_dtype
+from .planning import choose_dtype
+from .shards import write_shards
 from .tensor_source import TensorSource
 from .weight_map import Step
-from .writing import write_weights
 
 
 @dataclass(kw_only=True)
@@ -87,7 +87,7 @@ class ConversionPlan(ABC):
 
     def describe_rounding(self) -> str:
         """That the source was rounded before the comparison, if what is written is narrower than what was read."""
-        if torch.promote_types(read_dtype(self.source, self.steps), self.dtype) == self.dtype:
+        if torch.promote_types(choose_dtype("auto", self.source, self.steps), self.dtype) == self.dtype:
             return ""
         return f", both with weights rounded to {str(self.dtype).removeprefix('torch.')}"
 
@@ -139,7 +139,7 @@ def convert(
     check_sizes(raw, weights.shapes)
     plan = (reverse if arguments.reverse else forward)(arguments, raw, weights)
     with staged_folder(destination, check_free) as staging:
-        write_weights(staging, plan.source, plan.steps, plan.dtype, arguments.max_shard_size)
+        write_shards(staging, plan.source, plan.steps, plan.dtype, arguments.max_shard_size)
         copy_files(companions, source, staging)
         plan.warnings.extend(plan.write_config(staging))
         if arguments.verify:

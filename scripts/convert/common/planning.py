@@ -14,12 +14,9 @@ from .weight_map import Step, WeightMap, foreign_shapes, plan_export
 
 
 def choose_dtype(name: str, source: TensorSource, steps: Sequence[Step]) -> torch.dtype:
-    """The dtype to write: `name`, or for "auto" the narrowest that holds what is read exactly."""
-    return read_dtype(source, steps) if name == "auto" else getattr(torch, name)
-
-
-def read_dtype(source: TensorSource, steps: Sequence[Step]) -> torch.dtype:
-    """The narrowest dtype that holds everything exactly that the steps read."""
+    """The dtype to write: `name`, or for "auto" the narrowest that holds everything exactly that the steps read."""
+    if name != "auto":
+        return getattr(torch, name)
     return common_dtype({key: source.headers[key] for step in steps for key in step.reads})
 
 

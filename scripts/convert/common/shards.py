@@ -1,6 +1,6 @@
 """Writing a checkpoint in files of limited size, with never more than one of them in memory."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,40 +12,37 @@ from tqdm import tqdm
 from ...common.atomic_file import write_json
 from ...common.checkpoint_files import WEIGHTS, WEIGHTS_INDEX
 from ...common.errors import UserError
-from .tensor_source import count_elements
-from .weight_map import Step
+from .arguments import parse_size
+from .tensor_source import TensorSource, count_elements
+from .weight_map import Step, written_shapes
+
+DEFAULT_SHARD = 5 * 10**9
 
 
 def write_shards(
-    folder: Path,
-    steps: Sequence[Step],
-    read: Callable[[str], Tensor],
-    shapes: Mapping[str, torch.Size],
-    *,
-    dtype: torch.dtype,
-    limit: int,
+    folder: Path, source: TensorSource, steps: Sequence[Step], dtype: torch.dtype, max_shard_size: str | None
 ) -> None:
     """Runs the steps and writes what they give as safetensors, with an index if there are several files.
 
     Args:
         folder: where to write.
+        source: what the steps read.
         steps: in the order in which they should be read.
-        read: gives one tensor of the source, `[...]`, by its name.
-        shapes: of all tensors that will be written.
         dtype: of all tensors that will be written.
-        limit: bytes of one file; exceeded only by a step that gives more than that on its own.
+        max_shard_size: of a file, such as "5GB"; by default as `shard_limit` says.
 
     Raises:
         UserError: the disk is full or not writable, or a value is too large for `dtype`.
     """
-    shards = list(pack(steps, shapes, dtype.itemsize, limit))
+    shapes = written_shapes(steps, source.shapes)
+    shards = list(pack(steps, shapes, dtype.itemsize, shard_limit(source, max_shard_size)))
     places: dict[str, str] = {}
     with tqdm(total=len(steps), unit="step", leave=False, disable=None) as progress:  # only on a terminal
         for number, shard in enumerate(shards, start=1):
             name = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             tensors: dict[str, Tensor] = {}
             for step in shard:
-                results = step.run([read(key) for key in step.reads])
+                results = step.run([source.read(key) for key in step.reads])
                 tensors |= {key: cast(key, tensor, dtype) for key, tensor in zip(step.writes, results, strict=True)}
                 progress.update()
             _save(tensors, folder / name)
@@ -54,6 +51,14 @@ def write_shards(
         total = count_elements(shapes[key] for key in places) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         write_json(folder / WEIGHTS_INDEX, index)
+
+
+def shard_limit(source: TensorSource, asked: str | None) -> int:
+    """Bytes of one file: what is asked for, else as many as the largest file of a source that has several."""
+    if asked is not None:
+        return parse_size(asked)
+    sizes = [path.stat().st_size for path in source.files]
+    return max(sizes) if len(sizes) > 1 else DEFAULT_SHARD
 
 
 def pack(steps: Sequence[Step], shapes: Mapping[str, torch.Size], itemsize: int, limit: int) -> Iterator[list[Step]]:

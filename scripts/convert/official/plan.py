@@ -9,7 +9,8 @@ from transformers import PreTrainedConfig
 
 from ...common.atomic_file import write_json
 from ...common.errors import UserError
-from ..common.driver import ConversionPlan
+from ...common.folder_names import resolve_folder
+from ..common.driver import ConversionPlan, convert
 from ..common.dropout import warn_of_dropout
 from ..common.model_loading import load_config
 from ..common.planning import authors_steps, check_import, choose_dtype, in_file_order
@@ -66,6 +67,15 @@ class Conversion(ConversionPlan):
         if local := self.config.layer_types.count("sliding_attention"):
             window = self.config.sliding_window
             yield "windows", f"{window} keys, itself included, for a token of {local} local layers"
+
+
+def convert_official(arguments: OfficialArguments) -> Conversion:
+    """Converts one checkpoint folder; the destination appears when everything went well, and else stays as it was.
+
+    Raises:
+        UserError: the source is damaged or not convertible, the destination is taken, or the result is wrong.
+    """
+    return convert(arguments, resolve_folder(arguments.source), forward=plan_forward, reverse=plan_reverse)
 
 
 def plan_forward(arguments: OfficialArguments, raw: dict[str, Any], source: TensorSource) -> Conversion:

@@ -7,28 +7,13 @@ Run: `dynattn convert rcmha SRC DST [--option value]`
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from ... import convert as library
 from ..common.command_line import conversion_main
 from .arguments import RCMHAArguments
-
-if TYPE_CHECKING:  # only for annotations: the plan needs torch
-    from .plan import RCMHAConversion
 
 
 def main(argv: Sequence[str]) -> int:
     """Converts, tells what was read, dropped, written and verified, and returns the exit status."""
-    return conversion_main("rcmha", RCMHAArguments, argv, __doc__, convert_rcmha)
-
-
-def convert_rcmha(arguments: RCMHAArguments) -> "RCMHAConversion":
-    """Converts one checkpoint folder; the destination appears when everything went well, and else stays as it was.
-
-    Raises:
-        UserError: the source is damaged or not convertible, the destination is taken, or the result is wrong.
-    """
-    from ...common.folder_names import resolve_folder
-    from ..common.driver import convert
-    from .plan import plan_forward, plan_reverse
-
-    return convert(arguments, resolve_folder(arguments.source), forward=plan_forward, reverse=plan_reverse)
+    # The conversion is imported when it is called, because it needs torch.
+    return conversion_main("rcmha", RCMHAArguments, argv, __doc__, lambda arguments: library.convert_rcmha(arguments))

@@ -9,7 +9,8 @@ from dynattn import RCMHAConfig
 
 from ...common.atomic_file import write_json
 from ...common.errors import UserError
-from ..common.driver import ConversionPlan
+from ...common.folder_names import resolve_folder
+from ..common.driver import ConversionPlan, convert
 from ..common.dropout import warn_of_dropout
 from ..common.model_loading import load_config
 from ..common.planning import authors_steps, check_import, choose_dtype, in_file_order
@@ -90,6 +91,15 @@ class RCMHAConversion(ConversionPlan):
             f"ours is streaming: every token sees {self.config.mem_len} tokens before it, which is not what the "
             f"official model computes{measured}"
         )
+
+
+def convert_rcmha(arguments: RCMHAArguments) -> RCMHAConversion:
+    """Converts one checkpoint folder; the destination appears when everything went well, and else stays as it was.
+
+    Raises:
+        UserError: the source is damaged or not convertible, the destination is taken, or the result is wrong.
+    """
+    return convert(arguments, resolve_folder(arguments.source), forward=plan_forward, reverse=plan_reverse)
 
 
 def plan_forward(arguments: RCMHAArguments, raw: dict[str, Any], source: TensorSource) -> RCMHAConversion:

@@ -1,7 +1,7 @@
 """The configurations of a plain model and of the one that it is upcycled to."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +88,3 @@ def check_parent(arguments: UpcycleArguments, plain: Any) -> None:
         )
     if arguments.qk_norm and plain.use_qk_norm:
         raise UserError("--qk-norm, but the model has a query-key norm, which is kept; leave it out")
-
-
-def warn_of_absent(folder: Path, names: Sequence[str]) -> Iterator[str]:
-    """Warnings about files that the source in `folder` lacks, and its users will look for."""
-    for name in names:
-        if not (folder / name).is_file():
-            yield f"there is no {name} to copy"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from dynattn.families import FAMILIES
 
 from ...common.errors import UserError
 from ..common.decoder_probe import TEXT
-from ..common.driver import ConversionPlan
+from ..common.driver import ConversionPlan, convert
 from ..common.dropout import warn_of_dropout
+from ..common.hub import locate
 from ..common.model_loading import load_for_probe
 from ..common.planning import (
     auto_class_with_head,
@@ -30,10 +32,9 @@ from ..common.planning import (
 from ..common.probe import Comparison, Probe, compare_answers
 from ..common.tensor_source import TensorSource
 from ..common.weight_map import plan_export, plan_import
-from ..common.writing import write_transformers_config
 from .arguments import UpcycleArguments
 from .by_model_type import write_generation_settings, write_preprocessors
-from .config import check_parent, chosen_fields, make_config, read_family, starts_as_parent, warn_of_absent
+from .config import check_parent, chosen_fields, make_config, read_family, starts_as_parent
 from .identity import require_identity
 from .new_parameters import generators_of, new_steps
 from .parents.interface import Parent
@@ -63,7 +64,8 @@ class Upcycling(ConversionPlan):
         return self.config is self.twin
 
     def write_config(self, folder: Path) -> Sequence[str]:
-        write_transformers_config(folder, self.config, self.dtype)
+        self.config.dtype = self.dtype
+        self.config.save_pretrained(folder)
         if self.probe.generates:
             write_generation_settings(self.source.folder, folder)
         return list(write_preprocessors(self.source.folder, folder))
@@ -108,6 +110,18 @@ class Upcycling(ConversionPlan):
         return f"{self.arguments.destination} ({self.config.model_type})"
 
 
+def upcycle_checkpoint(arguments: UpcycleArguments, parent: Parent) -> Upcycling:
+    """Converts one checkpoint; the destination appears when everything went well, and else stays as it was.
+
+    Raises:
+        UserError: the source is damaged or not convertible, the destination is taken, or the result is wrong.
+    """
+    source = locate(arguments.source, arguments.revision)
+    return convert(
+        arguments, source, forward=partial(plan_upcycling, parent=parent), reverse=partial(plan_plain, parent=parent)
+    )
+
+
 def plan_upcycling(
     arguments: UpcycleArguments, raw: dict[str, Any], source: TensorSource, *, parent: Parent
 ) -> Upcycling:
@@ -129,13 +143,14 @@ def plan_upcycling(
     check_import(config, source, steps, auto_class_with_head(config))
     check_copies(source, {drop.theirs: drop.copy_of for drop in weight_map.drops if drop.copy_of is not None})
     written = [key for step in steps for key in step.writes]
+    absent = [name for name in parent.needs if not (source.folder / name).is_file()]
     return Upcycling(
         arguments=arguments,
         source=source,
         steps=[*in_file_order(steps, source), *new_steps(config, written, arguments.seed)],
         dtype=choose_dtype(arguments.dtype, source, steps),
         dropped=dropped,
-        warnings=[*warn_of_dropout(theirs, config), *warn_of_absent(source.folder, parent.needs)],
+        warnings=[*warn_of_dropout(theirs, config), *(f"there is no {name} to copy" for name in absent)],
         config=config,
         twin=config if starts_as_parent(config, plain) else plain,
         probe=parent.probe,
