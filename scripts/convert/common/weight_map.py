@@ -32,6 +32,13 @@ class Rule:
     first_layer: int = 0
 
 
+def renames(names: Mapping[str, str], kinds: Sequence[str] = ()) -> list[Rule]:
+    """Rules of tensors that only have other names: ours by theirs, or those of modules with parameters of `kinds`."""
+    if kinds:
+        names = {f"{theirs}.{kind}": f"{ours}.{kind}" for theirs, ours in names.items() for kind in kinds}
+    return [Rule((theirs,), (ours,)) for theirs, ours in names.items()]
+
+
 @dataclass(frozen=True)
 class Drop:
     """A foreign tensor that is dropped: its name pattern (`*` is a wildcard) and why nothing is lost.

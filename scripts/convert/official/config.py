@@ -24,6 +24,15 @@ POSITIVE = ("block_size", "vocab_size", "n_layer", "n_head", "dim", "intermediat
 # Fields of one family only; the first version of DCFormer had none of them.
 PYTHIA_FIELDS = ("use_parallel_residual", "use_linear_bias", "rotary_pct")
 DCFORMER_FIELDS = ("mgate", "mgate_dim", "prefill_pad")
+# Our names of fields that both sides have.
+OURS = {
+    **{name: name for name in ("vocab_size", "intermediate_size", "use_qk_norm")},
+    **{name: name for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    "block_size": "max_position_embeddings",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "dim": "hidden_size",
+}
 # Fields that do not change what a model computes, or that the official code computes from others.
 WITHOUT_MEANING = {
     *("architectures", "auto_map", "dtype", "head_dim", "is_training", "model_type", "prefill_pad", "q_chunk_size"),
@@ -108,20 +117,13 @@ class OfficialConfig:
             UserError: ours refuses a value.
         """
         shared: dict[str, Any] = {
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.dim,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.n_layer,
-            "num_attention_heads": self.n_head,
-            "max_position_embeddings": self.block_size,
-            "use_qk_norm": self.use_qk_norm,
+            **{ours: getattr(self, name) for name, ours in OURS.items()},
             "sliding_window": sliding_window,
             "layer_types": self.layer_types,
             "compose_pre": self.use_dcmha,
             "compose_post": self.use_dcmha,
             "compose_static": compose_static,
             "compose_key_wise": not self.query_wise,
-            **{name: getattr(self, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
         }
         rope, epsilon = {"rope_type": "default", "rope_theta": float(self.rope_base or 0)}, float(self.norm_eps)
         try:

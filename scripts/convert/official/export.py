@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from dynattn.configuration.composed_config import ROTARY_ALONE, repeat_layer_types
 
 from ...common.errors import UserError
-from .config import DCFORMER_FIELDS, OFFICIAL_TYPES, PATTERNS, PYTHIA_FIELDS, OfficialConfig
+from .config import DCFORMER_FIELDS, OFFICIAL_TYPES, OURS, PATTERNS, PYTHIA_FIELDS, OfficialConfig
 
 ARCHITECTURES = {"dcformer": "DCFormer", "dcpythia": "DCPythia"}
 # Our fields whose values are constants in the official code.
@@ -59,21 +59,12 @@ def to_official(config: PreTrainedConfig) -> OfficialConfig:
         own |= {"mgate": True, "mgate_dim": config.mgate_dim}
     return OfficialConfig(
         family=config.model_type,
-        block_size=config.max_position_embeddings,
-        vocab_size=config.vocab_size,
-        n_layer=config.num_hidden_layers,
-        n_head=config.num_attention_heads,
         n_local_heads=config.num_attention_heads,
-        dim=config.hidden_size,
-        intermediate_size=config.intermediate_size,
         rope_base=rope["rope_theta"],
-        use_qk_norm=config.use_qk_norm,
         window_size=window_size,
         window_type=window_type,
         query_wise=not config.compose_key_wise,
-        bos_token_id=config.bos_token_id,
-        eos_token_id=config.eos_token_id,
-        pad_token_id=config.pad_token_id,
+        **{name: getattr(config, ours) for name, ours in OURS.items()},
         **own,
     )
 

@@ -6,7 +6,7 @@
 import torch
 
 from ..common.transforms import KEEP, Chain, Reshape, Select, Split, Stack, Transform
-from ..common.weight_map import Drop, Rule, WeightMap
+from ..common.weight_map import Drop, Rule, WeightMap, renames
 from .config import OfficialConfig
 
 COMPONENTS = 4
@@ -66,7 +66,7 @@ def block_rules(config: OfficialConfig) -> list[Rule]:
             names[f"{LAYER}feed_forward.{theirs}.{kind}"] = f"model.layers.{{layer}}.mlp.{ours}.{kind}"
     if config.mgate:
         names[LAYER + "feed_forward.mg.weight"] = "model.layers.{layer}.mlp.mgate.weight"
-    return [Rule((theirs,), (ours,)) for theirs, ours in names.items()]
+    return renames(names)
 
 
 def attention_rules(config: OfficialConfig) -> list[Rule]:
@@ -75,10 +75,9 @@ def attention_rules(config: OfficialConfig) -> list[Rule]:
     for kind in linear_kinds(config):
         ours = tuple(f"{OUR_ATTENTION}{name}_proj.{kind}" for name in "qkv")
         rules.append(Rule((f"{ATTENTION}wqkv.{kind}",), ours, Split((config.dim,) * 3)))
-        rules += [Rule((f"{ATTENTION}w{name}.{kind}",), (our,)) for name, our in zip("qkv", ours, strict=True)]
-        rules.append(Rule((f"{ATTENTION}wo.{kind}",), (f"{OUR_ATTENTION}o_proj.{kind}",)))
+        rules += renames({f"{ATTENTION}w{name}": f"{OUR_ATTENTION}{name}_proj" for name in "qkvo"}, [kind])
     if config.use_qk_norm:
-        rules += [Rule((f"{ATTENTION}{name}_norm.scale",), (f"{OUR_ATTENTION}{name}_norm.weight",)) for name in "qk"]
+        rules += renames({f"{ATTENTION}{name}_norm.scale": f"{OUR_ATTENTION}{name}_norm.weight" for name in "qk"})
     return rules
 
 

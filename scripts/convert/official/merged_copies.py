@@ -10,13 +10,17 @@ from .config import OfficialConfig
 from .layout import DYNAMIC, MERGED_STATIC, STATIC
 
 
-def stale_copies(source: TensorSource, config: OfficialConfig) -> Iterator[tuple[int, float]]:
-    """Layers whose merged composition (`dw_m`, `qkw_m`) differs from its parts, with the largest difference.
+def generators(config: OfficialConfig) -> list[str]:
+    """How the names of the tensors of each layer's composition begin."""
+    return [DYNAMIC.replace("{layer}", str(layer)) for layer in range(config.n_layer)]
+
+
+def stale_copies(source: TensorSource, config: OfficialConfig) -> Iterator[float]:
+    """The largest difference of each layer whose merged composition (`dw_m`, `qkw_m`) differs from its parts.
 
     The official training path trains the merged copies only, and its inference merges again from the parts.
     """
-    for layer in range(config.n_layer):
-        prefix = DYNAMIC.replace("{layer}", str(layer))
+    for prefix in generators(config):
         differences = []
         if {prefix + "dw_m", prefix + "dw1", prefix + "dd"} <= source.headers.keys():
             parts = [source.read(prefix + part).flatten(1) for part in ("dw1", "dd")]
@@ -24,7 +28,7 @@ def stale_copies(source: TensorSource, config: OfficialConfig) -> Iterator[tuple
         if {prefix + "qkw_m", prefix + "qkw"} <= source.headers.keys():
             differences.append(merged_difference(source.read(prefix + "qkw_m"), source.read(prefix + "qkw")))
         if any(differences):
-            yield layer, max(differences)
+            yield max(differences)
 
 
 def merged_difference(copy: Tensor, original: Tensor) -> float:
@@ -42,13 +46,11 @@ def static_matrices(source: TensorSource, config: OfficialConfig) -> tuple[list[
     """The names of the stored matrices that mix heads, and of those that are mere placeholders (identity or zero)."""
     mixing: list[str] = []
     placeholders: list[str] = []
-    for layer in range(config.n_layer):
-        for name in STATIC:
-            key = DYNAMIC.replace("{layer}", str(layer)) + name
-            if key in source.headers:
-                matrix = source.read(key).float()
-                is_placeholder = not matrix.any() or torch.equal(matrix, torch.eye(config.n_head)[None])
-                (placeholders if is_placeholder else mixing).append(key)
+    for key in (prefix + name for prefix in generators(config) for name in STATIC):
+        if key in source.headers:
+            matrix = source.read(key).float()
+            is_placeholder = not matrix.any() or torch.equal(matrix, torch.eye(config.n_head)[None])
+            (placeholders if is_placeholder else mixing).append(key)
     return mixing, placeholders
 
 
@@ -59,8 +61,7 @@ def trained_statics(source: TensorSource, config: OfficialConfig) -> list[str]:
     """
     trained: list[str] = []
     identity = torch.eye(config.n_head).expand(len(STATIC), -1, -1)
-    for layer in range(config.n_layer):
-        prefix = DYNAMIC.replace("{layer}", str(layer))
+    for prefix in generators(config):
         if (key := prefix + MERGED_STATIC) not in source.headers:
             continue
         originals = [identity]

@@ -165,8 +165,7 @@ def local_window(arguments: OfficialArguments, official: OfficialConfig) -> int 
 def warn_of_stale_copies(source: TensorSource, official: OfficialConfig) -> Iterator[str]:
     """A warning about merged copies of the composition that differ from their parts."""
     if stale := list(stale_copies(source, official)):
-        largest = max(difference for _, difference in stale)
         yield (
-            f"dw_m or qkw_m differ from dw1, dd and qkw in {len(stale)} layers (by up to {largest:.1e}), as after "
+            f"dw_m or qkw_m differ from dw1, dd and qkw in {len(stale)} layers (by up to {max(stale):.1e}), as after "
             "training with the official PyTorch code; --prefer-merged takes what was trained"
         )

@@ -19,6 +19,17 @@ from .arguments import POSITIONS
 KERNEL_SIZE = 3
 ACTIVATIONS = ("relu", "relu2")
 KERNELS, TABLES = ".conv.weight", ".key_pos_embeddings"
+# Our names of the fields that both sides have.
+OURS = {
+    "kind": "attention_type",
+    "heads": "num_attention_heads",
+    "d_model": "hidden_size",
+    "d_ff": "intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "vocab": "vocab_size",
+    "mem_len": "mem_len",
+    "activation": "hidden_act",
+}
 # Fields that do not change what a model computes.
 WITHOUT_MEANING = {"architectures", "dtype", "model_type", "torch_dtype"}
 
@@ -93,17 +104,10 @@ class OfficialRCMHAConfig:
             )
         try:
             return RCMHAConfig(
-                attention_type=self.kind,
-                vocab_size=self.vocab,
-                hidden_size=self.d_model,
-                intermediate_size=self.d_ff,
-                num_hidden_layers=self.n_layers,
-                num_attention_heads=self.heads,
+                **{ours: getattr(self, name) for name, ours in OURS.items()},
                 conv_kernel_size=self.kernel_size,
                 memory_type=memory_type,
-                mem_len=self.mem_len,
                 max_position_embeddings=wanted,
-                hidden_act=self.activation,
             )
         except (StrictDataclassError, ValueError) as error:
             raise UserError(f"config.json describes an impossible model: {last_line(error)}; correct it") from error

@@ -6,7 +6,7 @@ from typing import Any
 from dynattn import RCMHAConfig
 
 from ...common.errors import UserError
-from .config import ACTIVATIONS, KERNEL_SIZE, OfficialRCMHAConfig
+from .config import ACTIVATIONS, KERNEL_SIZE, OURS, OfficialRCMHAConfig
 
 
 def to_official(config: RCMHAConfig, positions: int, *, from_streaming: bool) -> OfficialRCMHAConfig:
@@ -22,23 +22,13 @@ def to_official(config: RCMHAConfig, positions: int, *, from_streaming: bool) ->
     """
     for name, value, needed in refusals(config):
         raise UserError(f"{name} is {value!r}, but the official code can only run {needed}")
-    mem_len = memory_length(config, from_streaming)
+    check_memory(config, from_streaming)
     if config.is_relative and config.num_relative_positions > positions:
         raise UserError(
             f"the position tables have {config.num_relative_positions} rows, but official ones with "
             f"--official-positions {positions} hold {positions}; unchanged official code has 4096"
         )
-    return OfficialRCMHAConfig(
-        kind=config.attention_type,
-        heads=config.num_attention_heads,
-        d_model=config.hidden_size,
-        d_ff=config.intermediate_size,
-        n_layers=config.num_hidden_layers,
-        vocab=config.vocab_size,
-        mem_len=mem_len,
-        P=positions,
-        activation=config.hidden_act,
-    )
+    return OfficialRCMHAConfig(P=positions, **{name: getattr(config, ours) for name, ours in OURS.items()})
 
 
 def refusals(config: RCMHAConfig) -> Iterator[tuple[str, Any, Any]]:
@@ -60,12 +50,8 @@ def refusals(config: RCMHAConfig) -> Iterator[tuple[str, Any, Any]]:
         yield "hidden_act", config.hidden_act, " or ".join(ACTIVATIONS)
 
 
-def memory_length(config: RCMHAConfig, from_streaming: bool) -> int:
-    """Tokens in the official memory.
-
-    Raises:
-        UserError: it differs from ours, and nobody said that it may.
-    """
+def check_memory(config: RCMHAConfig, from_streaming: bool) -> None:
+    """Raises UserError where the official memory differs from ours, and nobody said that it may."""
     if config.mem_len is None:
         raise UserError("mem_len is None, all earlier tokens, but official memory has a length; set one in config.json")
     is_streaming = config.memory_type == "streaming"
@@ -76,4 +62,3 @@ def memory_length(config: RCMHAConfig, from_streaming: bool) -> int:
         )
     if from_streaming and not is_streaming:
         raise UserError("--from-streaming, but memory_type is 'segment' already; leave it out")
-    return config.mem_len

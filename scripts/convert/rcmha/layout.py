@@ -1,7 +1,7 @@
 """The tensors of official RCMHA checkpoints, as one table (see `weight_map`)."""
 
 from ..common.transforms import KEEP, CausalKernel, Select, Transform
-from ..common.weight_map import Rule, WeightMap
+from ..common.weight_map import Rule, WeightMap, renames
 from .config import OfficialRCMHAConfig
 
 LAYER, OUR_LAYER = "transformer.layers.{layer}.", "model.layers.{layer}."
@@ -16,13 +16,12 @@ MODULES = {
     LAYER + "norm_ff": OUR_LAYER + "post_attention_layernorm",
 }
 TABLES = {"key_pos_embeddings": "position_embeddings", "key_pos_bias": "position_bias"}
+BOTH = ("weight", "bias")
 
 
 def rcmha_map(config: OfficialRCMHAConfig, rows: int) -> WeightMap:
     """Returns the table for one model whose position tables have `rows` rows in ours."""
-    rules = [Rule(("src_embed.weight",), ("model.embed_tokens.weight",))]
-    for theirs, ours in MODULES.items():
-        rules += [Rule((f"{theirs}.{kind}",), (f"{ours}.{kind}",)) for kind in ("weight", "bias")]
+    rules = renames({"src_embed": "model.embed_tokens"}, ["weight"]) + renames(MODULES, BOTH)
     for name in ("query", "key", "value"):
         rules += projection_rules(config, name)
     if config.is_relative:
@@ -34,15 +33,13 @@ def rcmha_map(config: OfficialRCMHAConfig, rows: int) -> WeightMap:
 
 def projection_rules(config: OfficialRCMHAConfig, name: str) -> list[Rule]:
     """The projection of queries, keys or values, and the convolution after it."""
-    linear, ours = f"{ATTENTION}{name}.linear.", f"{OUR_ATTENTION}{name[0]}_"
-    convolution: list[Rule] = []
+    theirs, ours = f"{ATTENTION}{name}.", f"{OUR_ATTENTION}{name[0]}_"
+    linear = theirs + ("0.linear" if config.convolves else "linear")
+    rules = renames({linear: ours + "proj"}, BOTH if name == "value" or not config.is_relative else BOTH[:1])
     if config.convolves:
-        linear, conv = f"{ATTENTION}{name}.0.linear.", f"{ATTENTION}{name}.1.conv."
         for kind, transform in (("weight", CausalKernel()), ("bias", KEEP)):
-            convolution.append(Rule((conv + kind,), (f"{ours}conv.{kind}",), transform))
-    has_bias = name == "value" or not config.is_relative
-    kinds = ("weight", "bias") if has_bias else ("weight",)
-    return [Rule((linear + kind,), (f"{ours}proj.{kind}",)) for kind in kinds] + convolution
+            rules.append(Rule((f"{theirs}1.conv.{kind}",), (f"{ours}conv.{kind}",), transform))
+    return rules
 
 
 def by_distance(positions: int, rows: int) -> Transform:

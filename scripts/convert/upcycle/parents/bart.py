@@ -9,7 +9,7 @@ from transformers import BartConfig, MarianConfig, PreTrainedConfig
 
 from ....common.errors import UserError
 from ...common.translation_probe import TRANSLATION
-from ...common.weight_map import Drop, Rule, WeightMap
+from ...common.weight_map import Drop, WeightMap, renames
 from .interface import Parent, implied_attention, plain_heads, require_fields, shared_fields
 
 SHARED = (
@@ -106,9 +106,9 @@ def weight_map(config: Any) -> WeightMap:
         for layer in range(layers):
             place = f"{stack}.layers.{layer}."
             names |= {place + theirs: place + ours for theirs, ours in layer_names(stack == "decoder").items()}
-    rules = [Rule((prefix + theirs,), (f"model.{ours}",)) for theirs, ours in names.items()]
+    rules = renames({prefix + theirs: f"model.{ours}" for theirs, ours in names.items()})
     if config.final_logits_bias:
-        rules.append(Rule(("final_logits_bias",), ("final_logits_bias",)))
+        rules += renames({"final_logits_bias": "final_logits_bias"})
     return WeightMap(0, tuple(rules), tuple(drops))
 
 

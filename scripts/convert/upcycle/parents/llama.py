@@ -8,7 +8,7 @@ from typing import Any
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from ....common.errors import UserError
-from ...common.weight_map import Drop, Rule, WeightMap
+from ...common.weight_map import Drop, WeightMap, renames
 from .interface import (
     EMBEDDING,
     HEAD,
@@ -101,7 +101,7 @@ def weight_map(config: Any) -> WeightMap:
             names += [f"{LAYER}mlp.{name}.{kind}" for name in MLP]
     if config.use_qk_norm:
         names += [f"{LAYER}self_attn.{name}_norm.weight" for name in "qk"]
-    rules += [Rule((name,), (name,)) for name in names]
+    rules += renames({name: name for name in names})
     drops.append(Drop(LAYER + "self_attn.rotary_emb.inv_freq", "buffers that old versions stored"))
     return WeightMap(config.num_hidden_layers, tuple(rules), tuple(drops))
 

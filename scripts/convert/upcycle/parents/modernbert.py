@@ -9,7 +9,7 @@ from transformers import ModernBertConfig, PreTrainedConfig
 
 from ...common.encoder_probe import ENCODER
 from ...common.transforms import Split
-from ...common.weight_map import Drop, Rule, WeightMap
+from ...common.weight_map import Drop, Rule, WeightMap, renames
 from .interface import Parent, class_head, plain_heads, require_fields, shared_fields
 
 SHARED = (
@@ -23,7 +23,6 @@ SHARED = (
 HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "Model")
 LAYER = "model.layers.{layer}."
 NORMS = {"embeddings.norm": "embed_norm", "final_norm": "norm"}
-LAYER_NORM = {"mlp_norm": "post_attention_layernorm"}
 
 
 def to_fields(config: Any) -> dict[str, Any]:
@@ -55,11 +54,11 @@ def weight_map(config: Any) -> WeightMap:
     prefix = "" if head == "Model" else "model."
     layer = prefix + "layers.{layer}."
     embedding = prefix + "embeddings.tok_embeddings.weight"
-    rules = [Rule((embedding,), ("model.embed_tokens.weight",))]
-    norms = ("weight", "bias") if config.norm_bias else ("weight",)
-    for kind in norms:
-        rules += [Rule((f"{prefix}{theirs}.{kind}",), (f"model.{ours}.{kind}",)) for theirs, ours in NORMS.items()]
-        rules += [Rule((f"{layer}{theirs}.{kind}",), (f"{LAYER}{ours}.{kind}",)) for theirs, ours in LAYER_NORM.items()]
+    rules = renames({embedding: "model.embed_tokens.weight"})
+    norms = {prefix + theirs: f"model.{ours}" for theirs, ours in NORMS.items()}
+    norms[f"{layer}mlp_norm"] = f"{LAYER}post_attention_layernorm"
+    for kind in ("weight", "bias") if config.norm_bias else ("weight",):
+        rules += renames(norms, [kind])
         rules.append(Rule((f"{layer}attn_norm.{kind}",), (f"{LAYER}input_layernorm.{kind}",), first_layer=1))
     rules += _layer_rules(config, layer)
     rules += _head_rules(config, head)
@@ -75,11 +74,11 @@ def _layer_rules(config: Any, layer: str) -> list[Rule]:
         if kind == "weight" or config.attention_bias:
             parts = tuple(f"{LAYER}self_attn.{name}_proj.{kind}" for name in "qkv")
             rules.append(Rule((f"{layer}attn.Wqkv.{kind}",), parts, Split((width,) * 3)))
-            rules.append(Rule((f"{layer}attn.Wo.{kind}",), (f"{LAYER}self_attn.o_proj.{kind}",)))
+            rules += renames({f"{layer}attn.Wo": f"{LAYER}self_attn.o_proj"}, [kind])
         if kind == "weight" or config.mlp_bias:
             halves = (f"{LAYER}mlp.gate_proj.{kind}", f"{LAYER}mlp.up_proj.{kind}")
             rules.append(Rule((f"{layer}mlp.Wi.{kind}",), halves, Split((config.intermediate_size,) * 2)))
-            rules.append(Rule((f"{layer}mlp.Wo.{kind}",), (f"{LAYER}mlp.down_proj.{kind}",)))
+            rules += renames({f"{layer}mlp.Wo": f"{LAYER}mlp.down_proj"}, [kind])
     return rules
 
 
@@ -95,7 +94,7 @@ def _head_rules(config: Any, head: str) -> list[Rule]:
         names |= {} if config.tie_word_embeddings else {"decoder.weight": "lm_head.weight"}
     else:
         names |= {f"classifier.{kind}": f"classifier.{kind}" for kind in ("weight", "bias")}
-    return [Rule((theirs,), (ours,)) for theirs, ours in names.items()]
+    return renames(names)
 
 
 MODERNBERT = Parent(("modernbert",), "dcmodernbert", to_fields, restore, weight_map, ENCODER)

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import GPTNeoXConfig, PreTrainedConfig
 
 from ...common.transforms import Interleaved
-from ...common.weight_map import Drop, Rule, WeightMap
+from ...common.weight_map import Drop, Rule, WeightMap, renames
 from .interface import Parent, head_rules, implied_attention, plain_heads, require_fields, require_rotary, shared_fields
 
 SHARED = (
@@ -17,12 +17,13 @@ SHARED = (
     *("use_parallel_residual", "attention_bias", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
 LAYER, OUR_LAYER = "gpt_neox.layers.{layer}.", "model.layers.{layer}."
-NORMS = {
+MODULES = {
     "gpt_neox.final_layer_norm": "model.norm",
     LAYER + "input_layernorm": OUR_LAYER + "input_layernorm",
     LAYER + "post_attention_layernorm": OUR_LAYER + "post_attention_layernorm",
+    LAYER + "mlp.dense_h_to_4h": OUR_LAYER + "mlp.up_proj",
+    LAYER + "mlp.dense_4h_to_h": OUR_LAYER + "mlp.down_proj",
 }
-MLP = {"dense_h_to_4h": "up_proj", "dense_4h_to_h": "down_proj"}
 BUFFERS = ("bias", "masked_bias", "rotary_emb.inv_freq")
 
 
@@ -50,10 +51,9 @@ def restore(config: Any) -> PreTrainedConfig:
 
 def weight_map(config: Any) -> WeightMap:
     """The table for one DCPythia configuration."""
-    names = {f"{LAYER}mlp.{theirs}": f"{OUR_LAYER}mlp.{ours}" for theirs, ours in MLP.items()}
     rules, drops = head_rules(config, ("embed_out.weight", "lm_head.weight"), "gpt_neox.embed_in.weight")
     for kind in ("weight", "bias"):
-        rules += [Rule((f"{theirs}.{kind}",), (f"{ours}.{kind}",)) for theirs, ours in (NORMS | names).items()]
+        rules += renames(MODULES, [kind])
     per_head = Interleaved(config.num_attention_heads, parts=3)
     for kind in ("weight", "bias") if config.attention_bias else ("weight",):
         ours = tuple(f"{OUR_LAYER}self_attn.{name}_proj.{kind}" for name in "qkv")

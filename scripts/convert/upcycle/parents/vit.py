@@ -14,12 +14,12 @@ from transformers import DeiTConfig, Dinov2Config, Dinov2WithRegistersConfig, Pr
 from ....common.errors import UserError
 from ...common.image_probe import IMAGES
 from ...common.transforms import Split
-from ...common.weight_map import Drop, Rule, WeightMap
+from ...common.weight_map import Drop, Rule, WeightMap, renames
 from .interface import Parent, class_head, plain_heads, require_fields, shared_fields
 
 SHARED = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size", "num_channels"),
-    *("layer_norm_eps", "initializer_range", "hidden_act"),
+    *("layer_norm_eps", "initializer_range", "hidden_act", "id2label", "label2id", "problem_type"),
 )
 HEADS = ("ForImageClassification", "Model")
 LAYER = "model.layers.{layer}."
@@ -37,8 +37,10 @@ DINO_LAYER = {
     "attention.output.dense": "self_attn.o_proj",
     "norm1": "input_layernorm",
     "norm2": "post_attention_layernorm",
-    "mlp.fc1": "mlp.up_proj",
-    "mlp.fc2": "mlp.down_proj",
+}
+DINO_MLPS = {
+    "mlp": {"mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"},
+    "swiglu": {"mlp.weights_out": "mlp.down_proj"},  # beside one that joins the gate and the up projection
 }
 PROJECTIONS = {f"attention.attention.{name}": f"self_attn.{name[0]}_proj" for name in ("query", "key", "value")}
 
@@ -73,9 +75,6 @@ def to_fields(config: Any) -> dict[str, Any]:
         "hidden_dropout": config.hidden_dropout_prob,
         "drop_path_rate": getattr(config, "drop_path_rate", 0.0),
         "use_qk_norm": False,
-        "id2label": config.id2label,
-        "label2id": config.label2id,
-        "problem_type": config.problem_type,
     }
 
 
@@ -114,10 +113,8 @@ def restore(config: Any) -> PreTrainedConfig:
     fields: dict[str, Any] = {**shared_fields(config, SHARED), **own}
     if config.initializer_range is None:
         del fields["initializer_range"]
-    labels = {"id2label": config.id2label, "label2id": config.label2id, "problem_type": config.problem_type}
     return parent(
         **fields,
-        **labels,
         qkv_bias=config.attention_bias,
         hidden_dropout_prob=config.hidden_dropout,
         architectures=[parent.__name__.removesuffix("Config") + class_head(config, HEADS)],
@@ -158,9 +155,9 @@ def weight_map(config: Any) -> WeightMap:
     if not has_head:
         own = ""
     rules = [*_embedding_rules(config, own), *_layer_rules(config, own + "encoder.layer.{layer}.", is_dino)]
-    rules += [Rule((f"{own}layernorm.{kind}",), (f"model.norm.{kind}",)) for kind in KINDS]
+    rules += renames({own + "layernorm": "model.norm"}, KINDS)
     if has_head:
-        rules += [Rule((f"classifier.{kind}",), (f"classifier.{kind}",)) for kind in KINDS]
+        rules += renames({"classifier": "classifier"}, KINDS)
     return WeightMap(config.num_hidden_layers, tuple(rules), tuple(_drops(config, own, is_dino)))
 
 
@@ -186,28 +183,21 @@ def _embedding_rules(config: Any, prefix: str) -> list[Rule]:
         names["distillation_token"] = "distillation_token"
     if config.num_register_tokens:
         names["register_tokens"] = "register_tokens"
-    return [Rule((theirs + their,), (ours + our,)) for their, our in names.items()]
+    return renames({theirs + their: ours + our for their, our in names.items()})
 
 
 def _layer_rules(config: Any, layer: str, is_dino: bool) -> list[Rule]:
-    names = {**(DINO_LAYER if is_dino else VIT_LAYER)}
-    gated = config.mlp_type == "swiglu"
-    if gated:
-        names = {theirs: ours for theirs, ours in names.items() if not theirs.startswith("mlp.")}
-        names["mlp.weights_out"] = "mlp.down_proj"
-    rules = [
-        Rule((f"{layer}{their}.{kind}",), (f"{LAYER}{our}.{kind}",)) for their, our in names.items() for kind in KINDS
-    ]
-    for their, our in PROJECTIONS.items():
-        kinds = KINDS if config.attention_bias else KINDS[:1]
-        rules += [Rule((f"{layer}{their}.{kind}",), (f"{LAYER}{our}.{kind}",)) for kind in kinds]
-    if gated:
+    names = DINO_LAYER | DINO_MLPS[config.mlp_type] if is_dino else VIT_LAYER
+    rules = renames({layer + theirs: LAYER + ours for theirs, ours in names.items()}, KINDS)
+    projections = {layer + theirs: LAYER + ours for theirs, ours in PROJECTIONS.items()}
+    rules += renames(projections, KINDS if config.attention_bias else KINDS[:1])
+    if config.mlp_type == "swiglu":
         halves = Split((config.intermediate_size,) * 2)
         for kind in KINDS:
             ours = (f"{LAYER}mlp.gate_proj.{kind}", f"{LAYER}mlp.up_proj.{kind}")
             rules.append(Rule((f"{layer}mlp.weights_in.{kind}",), ours, halves))
     if is_dino:
-        rules += [Rule((f"{layer}layer_scale{n}.lambda1",), (f"{LAYER}layer_scale{n}",)) for n in (1, 2)]
+        rules += renames({f"{layer}layer_scale{n}.lambda1": f"{LAYER}layer_scale{n}" for n in (1, 2)})
     return rules
 
 
