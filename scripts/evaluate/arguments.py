@@ -131,10 +131,9 @@ class EvaluateArguments:
     def quoted_models(self) -> Sequence[str]:
         """Names of models whose published scores are shown."""
         if self.quoted is None:
-            return [NEAREST] if self.suite == "pythia" and self.tasks is None else []
+            return [NEAREST] if self.suite == "pythia" else []
         return self.quoted
 
     def shots(self) -> Sequence[int] | None:
         """Numbers of few-shot examples; None leaves each task its own."""
-        paper_suite = self.suite == "pythia" and self.tasks is None
-        return PYTHIA_SHOTS if self.num_fewshot is None and paper_suite else self.num_fewshot
+        return PYTHIA_SHOTS if self.num_fewshot is None and self.suite == "pythia" else self.num_fewshot

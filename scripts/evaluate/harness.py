@@ -178,7 +178,7 @@ def evaluate_model(
         for number in shots:
             _score_tasks(lm, catalog, number, results, limit=limit, seed=seed, log_samples=log_samples)
         if any(result.task == HELDOUT for result in results.tasks):
-            _score_directly(lm, model, tokenizer, results, limit)
+            _score_directly(lm, results, limit)
     scores = [metric.value for result in results.tasks for metric in result.metrics.values()]
     if not all(map(math.isfinite, scores)):
         raise UserError("some scores are infinite or NaN: the model has diverged, or overflows in this dtype (--dtype)")
@@ -226,9 +226,10 @@ def _set_examples(items: Sequence[Task | Group], num_fewshot: int | None, seed: 
 
 
 def _run(lm: StrictHFLM, items: Sequence[Task | Group], limit: int | None, log_samples: bool) -> dict[str, Any]:
-    tasks = {task.task_name: task for task in leaf_tasks(items)}
-    groups = {group.name: group for group in _groups(items)}
-    loaded = {"tasks": tasks, "groups": groups}
+    loaded = {
+        "tasks": {task.task_name: task for task in leaf_tasks(items)},
+        "groups": {group.name: group for group in _groups(items)},
+    }
     try:
         return lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=log_samples)
     except OverflowError as error:
@@ -259,13 +260,11 @@ def _chances(items: Sequence[Task | Group]) -> dict[str, float]:
     return {name: fields["chance"] for name, fields in metadata.items() if fields and "chance" in fields}
 
 
-def _score_directly(
-    lm: StrictHFLM, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, results: Results, limit: int | None
-) -> None:
+def _score_directly(lm: StrictHFLM, results: Results, limit: int | None) -> None:
     """Adds scores of the held-out text that were computed without padding, and a warning if lm-eval's differ."""
     documents = builtin_documents("validation")[:limit]
-    carries = lm.segment is not None
-    scores = score_documents(model, tokenizer, documents, max_length=lm.segment or lm.max_length, carry_memory=carries)
+    length, carries = lm.segment or lm.max_length, lm.segment is not None
+    scores = score_documents(lm.model, lm.tokenizer, documents, max_length=length, carry_memory=carries)
     metrics = {name: Metric(value, None, name == "accuracy") for name, value in scores.items()}
     place = [result.task for result in results.tasks].index(HELDOUT) + 1
     results.tasks.insert(place, TaskResult(DIRECT, 0, len(documents), metrics))

@@ -17,7 +17,7 @@ from ..common.paired import interval_in_words, paired_difference
 from .arguments import EvaluateArguments
 from .loading import load_named
 from .long_context import MULTIPLES, cut_windows, describe, find_keys, longest_readable, loss_by_position, score_windows
-from .results import PLOT, check_output, describe_environment, describe_model, write_files
+from .results import PLOT, check_output, describe_environment, describe_model, report
 from .text_files import read_documents
 
 PROMPTS = 10
@@ -39,18 +39,13 @@ def evaluate_long(arguments: EvaluateArguments) -> None:
         "checkpoints": checkpoints,
         "comparison": [compare(one, checkpoints[0]) for one in checkpoints[1:]],
     }
-    text = format_results(results)
-    print(text)
-    if arguments.output is not None:
-        from .long_figure import draw  # slow to import
+    report(arguments, results, format_results(results), partial(_draw_plot, results))
 
-        write_files(
-            Path(arguments.output),
-            results,
-            text,
-            lambda folder: draw(results, folder / PLOT),
-            overwrite=arguments.overwrite,
-        )
+
+def _draw_plot(results: Mapping[str, Any], folder: Path) -> None:
+    from .long_figure import draw  # slow to import
+
+    draw(results, folder / PLOT)
 
 
 def measure_checkpoint(name: str, arguments: EvaluateArguments) -> dict[str, Any]:

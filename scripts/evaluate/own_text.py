@@ -19,7 +19,7 @@ from ..common.markdown import joined_table, table
 from ..common.paired import add_holm, mean_in_words, p_in_words, paired_difference
 from .arguments import EvaluateArguments
 from .loading import load_named
-from .results import check_output, describe_environment, describe_model, write_files
+from .results import check_output, describe_environment, describe_model, report
 from .text_files import read_documents
 from .windows import check_context, encode_document, read
 
@@ -68,10 +68,7 @@ def evaluate_text(arguments: EvaluateArguments) -> None:
         for one in results["checkpoints"][1:]
     ]
     add_holm(results["comparison"])
-    text = format_results(results)
-    print(text)
-    if arguments.output is not None:
-        write_files(Path(arguments.output), results, text, overwrite=arguments.overwrite)
+    report(arguments, results, format_results(results))
 
 
 def _evaluate_checkpoint(

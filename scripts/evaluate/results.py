@@ -24,6 +24,7 @@ from ..common.errors import UserError
 from ..common.folder_lock import FolderLock
 from ..common.folder_names import make_folder, resolve_folder
 from ..common.markdown import aligned_table
+from .arguments import EvaluateArguments
 from .lm_eval_files import FOLDER, write_lm_eval_files
 from .quoted import Quoted, quoted_source
 
@@ -240,6 +241,18 @@ def _write_details(results: Results, content: Mapping[str, Any], folder: Path) -
     if lines:
         write_whole(folder / SAMPLES, "\n".join(lines) + "\n")
     write_lm_eval_files(results.raw, folder, content)
+
+
+def report(
+    arguments: EvaluateArguments,
+    results: Mapping[str, Any],
+    table: str,
+    write_details: Callable[[Path], None] = lambda _: None,
+) -> None:
+    """Prints the table of an evaluation without lm-eval, and writes its files if there is an `--output`."""
+    print(table)
+    if arguments.output is not None:
+        write_files(Path(arguments.output), results, table, write_details, overwrite=arguments.overwrite)
 
 
 def write_files(

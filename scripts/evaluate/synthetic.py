@@ -11,6 +11,7 @@ things but one, which is the answer, so picking the odd one out solves them.
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from datasets import Dataset, DatasetDict
 
@@ -45,6 +46,15 @@ OPPOSITES = (
     ("fast", "slow"), ("tidy", "messy"), ("bold", "timid"), ("awake", "asleep"), ("cold", "hot"), ("right", "wrong"),
 )
 # fmt: on
+# Questions about owners, and what they ask for. One that denies names the person who has all things but the answer.
+OWNER_QUESTIONS = {
+    "possession": ("{person} has a", "thing"),
+    "owner": ("The {thing} belongs to", "person"),
+    "kind_of": ("{person} has a kind of", "kind"),
+    "kind_owner": ("Some kind of {kind} belongs to", "person"),
+    "negation": ("{person} does not have a", "thing"),
+    "kind_negation": ("{person} does not have a kind of", "kind"),
+}
 
 
 @dataclass(frozen=True)
@@ -81,40 +91,16 @@ def generate(kind: str) -> list[Item]:
     return list(items.values())
 
 
-def possession(rng: random.Random, facts: int, answer: int) -> Item:
-    """Owner to thing, as stated."""
-    people, things, _ = _draw(rng, facts)
-    return _item(_has(people, things), f"{people[answer]} has a", things, answer)
-
-
-def owner(rng: random.Random, facts: int, answer: int) -> Item:
-    """Thing to owner: the stated relation, swapped."""
-    people, things, _ = _draw(rng, facts)
-    return _item(_has(people, things), f"The {things[answer]} belongs to", people, answer)
-
-
-def kind_of(rng: random.Random, facts: int, answer: int) -> Item:
-    """Owner to thing to its kind."""
+def ask_about_owners(kind: str, rng: random.Random, facts: int, answer: int) -> Item:
+    """An item about owners, things and their kinds, with one of `OWNER_QUESTIONS`."""
+    question, asked = OWNER_QUESTIONS[kind]
     people, things, kinds = _draw(rng, facts)
-    return _item(_has(people, things), f"{people[answer]} has a kind of", kinds, answer)
-
-
-def kind_owner(rng: random.Random, facts: int, answer: int) -> Item:
-    """Kind to thing to owner."""
-    people, things, kinds = _draw(rng, facts)
-    return _item(_has(people, things), f"Some kind of {kinds[answer]} belongs to", people, answer)
-
-
-def negation(rng: random.Random, facts: int, answer: int) -> Item:
-    """Owner to the one thing that is someone else's."""
-    people, things, _ = _draw(rng, facts)
-    return _item(_has(_all_but_one(people, answer), things), f"{people[0]} does not have a", things, answer)
-
-
-def kind_negation(rng: random.Random, facts: int, answer: int) -> Item:
-    """Owner to the kind of the one thing that is someone else's."""
-    people, things, kinds = _draw(rng, facts)
-    return _item(_has(_all_but_one(people, answer), things), f"{people[0]} does not have a kind of", kinds, answer)
+    person = people[answer]
+    if "does not" in question:
+        person, other = people[:2]
+        people = [other if position == answer else person for position in range(facts)]
+    text = question.format(person=person, thing=things[answer], kind=kinds[answer])
+    return _item(_has(people, things), text, {"person": people, "thing": things, "kind": kinds}[asked], answer)
 
 
 def opposite(rng: random.Random, facts: int, answer: int) -> Item:
@@ -136,8 +122,9 @@ def two_step(rng: random.Random, facts: int, answer: int) -> Item:
 
 
 BUILDERS: dict[str, Callable[[random.Random, int, int], Item]] = {
-    build.__name__: build
-    for build in (possession, owner, kind_of, kind_owner, negation, kind_negation, opposite, two_step)
+    **{kind: partial(ask_about_owners, kind) for kind in OWNER_QUESTIONS},
+    "opposite": opposite,
+    "two_step": two_step,
 }
 
 
@@ -149,11 +136,6 @@ def _draw(rng: random.Random, facts: int) -> tuple[list[str], list[str], list[st
 
 def _has(people: Sequence[str], things: Sequence[str]) -> list[str]:
     return [f"{person} has a {thing}." for person, thing in zip(people, things, strict=True)]
-
-
-def _all_but_one(people: Sequence[str], exception: int) -> list[str]:
-    """The first person everywhere, the second at the position `exception`."""
-    return [people[1] if position == exception else people[0] for position in range(len(people))]
 
 
 def _item(stated: Sequence[str], question: str, choices: Sequence[str], answer: int) -> Item:
