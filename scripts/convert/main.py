@@ -1,8 +1,6 @@
 """Converts checkpoints of other code to our format, and back.
 
 Run: `dynattn convert KIND SRC DST [--option value]`
-
-A new kind needs arguments, a plan (see `common/driver.py`), a weight map, an entry point, and a line in this table.
 """
 
 from ..common.commands import CommandTable

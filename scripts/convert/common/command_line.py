@@ -5,7 +5,7 @@ Neither torch nor Transformers is imported before the arguments are parsed, so t
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...common.arguments import name_words, parse_arguments
 from .arguments import ConversionArguments
@@ -14,15 +14,14 @@ if TYPE_CHECKING:  # only for annotations: the driver needs torch
     from .driver import ConversionPlan
 
 Arguments = TypeVar("Arguments")
-OfConversion = TypeVar("OfConversion", bound=ConversionArguments)
 
 
 def conversion_main(
     kind: str,
-    cls: type[OfConversion],
+    cls: type[ConversionArguments],
     argv: Sequence[str],
     description: str | None,
-    convert: "Callable[[OfConversion], ConversionPlan]",
+    convert: "Callable[[Any], ConversionPlan]",
 ) -> int:
     """Runs `dynattn convert KIND SRC DST`, prints warnings and the report, and returns the exit status.
 

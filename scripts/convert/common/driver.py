@@ -1,8 +1,6 @@
 """The sequence of steps of every conversion: check everything, write to a temporary folder, verify, then move it.
 
-A kind of conversion defines its arguments, a `ConversionPlan` with a planner for each direction, its weight map, and an
-entry point named in the table of `scripts/convert/main.py`; `official` is an example. The names that its `config.json`
-has for the number of layers and the widths belong into `LAYERS` and `WIDTHS` of `scripts/common/checkpoint_files.py`.
+A walkthrough in CONTRIBUTING.md says how to add a kind of conversion.
 """
 
 from abc import ABC, abstractmethod

@@ -148,13 +148,13 @@ def check_official(raw: Mapping[str, Any]) -> None:
 def check_kind(kind: str, keys: Iterable[str]) -> None:
     """Raises UserError where the weights are of another kind of attention."""
     keys = list(keys)
-    has = {name: any(key.endswith(end) for key in keys) for name, end in (("conv", KERNELS), ("tables", TABLES))}
+    convolves, is_relative = (any(key.endswith(end) for key in keys) for end in (KERNELS, TABLES))
     shown = {(True, True): "rcmha", (False, True): "rmha", (True, False): "mdha", (False, False): "mha"}
-    found = shown[has["conv"], has["tables"]]
+    found = shown[convolves, is_relative]
     if kind != found:
         raise UserError(
-            f"config.json says {kind}, but the weights are of {found} ({'with' if has['conv'] else 'without'} "
-            f"convolutions, {'with' if has['tables'] else 'without'} position tables); correct it"
+            f"config.json says {kind}, but the weights are of {found} ({'with' if convolves else 'without'} "
+            f"convolutions, {'with' if is_relative else 'without'} position tables); correct it"
         )
 
 

@@ -1,7 +1,4 @@
-"""BART and Marian as the plain encoder-decoder inside a DCBart.
-
-`interface` says how to add another family.
-"""
+"""BART and Marian as the plain encoder-decoder inside a DCBart."""
 
 from typing import Any
 

@@ -1,13 +1,6 @@
 """What a family of plain models defines so that it can be converted to one of ours, and back.
 
-To add a family, write
-
-* a module beside this one that defines a `Parent`, as `neox` does: how its configuration translates in both directions,
-  and one weight map, which must name every tensor of a checkpoint (unknown and missing ones are errors);
-* its command in `upcycle/main.py`, a line;
-* a line in the table of `scripts/convert/main.py`, and the name of the `Parent` in `scripts/convert/__init__.py`.
-
-The driver then checks shapes, writes, and compares the logits of parent and result.
+Each family has a module beside this one. A walkthrough in CONTRIBUTING.md says how to add one.
 """
 
 from collections.abc import Callable

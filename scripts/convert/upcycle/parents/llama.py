@@ -1,7 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3 as the plain model in a DCFormer; tensors have the same names and layouts as ours.
-
-`interface` says how to add another family.
-"""
+"""Llama, Mistral, Qwen2 and Qwen3 as the plain model in a DCFormer; tensors have the same names and layouts as ours."""
 
 from typing import Any
 

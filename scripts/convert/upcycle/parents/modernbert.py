@@ -1,7 +1,4 @@
-"""ModernBERT as the plain encoder inside a DCModernBert.
-
-`interface` says how to add another family.
-"""
+"""ModernBERT as the plain encoder inside a DCModernBert."""
 
 from typing import Any
 

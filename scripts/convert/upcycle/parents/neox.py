@@ -1,7 +1,4 @@
-"""GPT-NeoX, and with it Pythia, as the plain model inside a DCPythia.
-
-`interface` says how to add another family.
-"""
+"""GPT-NeoX, and with it Pythia, as the plain model inside a DCPythia."""
 
 from typing import Any
 

@@ -1,7 +1,6 @@
 """ViT, DeiT and DINOv2 as the plain vision transformer inside a DCViT.
 
-Their files come with a classifier or without, under names of several versions of Transformers. `interface` says how to
-add another family.
+Their files come with a classifier or without, under names of several versions of Transformers.
 """
 
 from collections.abc import Iterator
@@ -42,6 +41,21 @@ DINO_MLPS = {
     "mlp": {"mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"},
     "swiglu": {"mlp.weights_out": "mlp.down_proj"},  # beside one that joins the gate and the up projection
 }
+# Fields of ours in which the parents have no choice: all of them, ViT and DeiT, and DINOv2.
+FIXED = {
+    "position_embedding_type": "learned",
+    "use_class_token": True,
+    "representation_size": None,
+    "attention_output_bias": True,
+}
+VIT_FIXED = {
+    "classifier_pooling": "cls",
+    "num_register_tokens": 0,
+    "mlp_type": "mlp",
+    "drop_path_rate": 0,
+    "interpolate_pos_encoding": False,
+}
+DINO_FIXED = {"classifier_pooling": "cls_mean", "use_distillation_token": False, "interpolate_pos_encoding": True}
 PROJECTIONS = {f"attention.attention.{name}": f"self_attn.{name[0]}_proj" for name in ("query", "key", "value")}
 
 
@@ -57,20 +71,16 @@ def to_fields(config: Any) -> dict[str, Any]:
     gated = is_dino and config.use_swiglu_ffn
     return {
         **shared_fields(config, SHARED),
+        **FIXED,
+        **(DINO_FIXED if is_dino else VIT_FIXED),
         "architectures": ["DCViT" + class_head(config, HEADS)],
         "intermediate_size": width,
         "mlp_type": "swiglu" if gated else "mlp",
         "hidden_act": "silu" if gated else config.hidden_act,
         "attention_bias": config.qkv_bias,
-        "attention_output_bias": True,
-        "position_embedding_type": "learned",
-        "interpolate_pos_encoding": is_dino,
         "interpolate_antialias": registers > 0,
-        "use_class_token": True,
         "use_distillation_token": config.model_type == "deit",
         "num_register_tokens": registers,
-        "classifier_pooling": "cls_mean" if is_dino else "cls",
-        "representation_size": None,
         "layer_scale_init": config.layerscale_value if is_dino else None,
         "hidden_dropout": config.hidden_dropout_prob,
         "drop_path_rate": getattr(config, "drop_path_rate", 0.0),
@@ -90,24 +100,15 @@ def restore(config: Any) -> PreTrainedConfig:
     Raises:
         UserError: none of the parents has it.
     """
-    needed = {
-        **plain_heads(config),
-        "position_embedding_type": "learned",
-        "use_class_token": True,
-        "representation_size": None,
-        "attention_output_bias": True,
-        "attention_scaling": None,
-    }
+    needed = {**plain_heads(config), **FIXED, "attention_scaling": None}
     parent: type[PreTrainedConfig]
     if config.layer_scale_init is not None:
         family, parent = "DINOv2", Dinov2WithRegistersConfig if config.num_register_tokens else Dinov2Config
-        needed |= {"classifier_pooling": "cls_mean", "use_distillation_token": False, "interpolate_pos_encoding": True}
-        needed["interpolate_antialias"] = config.num_register_tokens > 0
+        needed |= {**DINO_FIXED, "interpolate_antialias": config.num_register_tokens > 0}
         own = _dino_fields(config)
     else:
         family, parent = "ViT", DeiTConfig if config.use_distillation_token else ViTConfig
-        needed |= {"classifier_pooling": "cls", "num_register_tokens": 0, "mlp_type": "mlp", "drop_path_rate": 0}
-        needed["interpolate_pos_encoding"] = False
+        needed |= VIT_FIXED
         own = {"intermediate_size": config.intermediate_size}
     require_fields(config, needed, family)
     fields: dict[str, Any] = {**shared_fields(config, SHARED), **own}
