@@ -52,28 +52,21 @@ def evaluate_text(arguments: EvaluateArguments) -> None:
         check_output(arguments.output, arguments.overwrite)
     found = read_documents(str(arguments.dataset), arguments.text_column)
     documents = found.texts[: arguments.limit]
-    sizes = [len(document.encode()) for document in documents]
     checkpoints = [_evaluate_checkpoint(name, arguments, documents) for name in [arguments.model, *arguments.others]]
     results: dict[str, Any] = {
         "dataset": Path(str(arguments.dataset)).name,
         "documents": len(documents),
-        "bytes": sum(sizes),
+        "bytes": sum(len(document.encode()) for document in documents),
         "rows": found.rows[: arguments.limit],
         "rows_without_text": found.without_text,
         "carry_memory": arguments.carry_memory,
-        "checkpoints": [{**about, **summarize(scores, sizes)} for about, scores in checkpoints],
+        "checkpoints": checkpoints,
+        "comparison": compare([one["bits_per_byte_of_documents"] for one in checkpoints]),
     }
-    results["comparison"] = [
-        compare(one["bits_per_byte_of_documents"], results["checkpoints"][0]["bits_per_byte_of_documents"])
-        for one in results["checkpoints"][1:]
-    ]
-    add_holm(results["comparison"])
     report(arguments, results, format_results(results))
 
 
-def _evaluate_checkpoint(
-    name: str, arguments: EvaluateArguments, documents: Sequence[str]
-) -> tuple[dict[str, Any], Scores]:
+def _evaluate_checkpoint(name: str, arguments: EvaluateArguments, documents: Sequence[str]) -> dict[str, Any]:
     model, tokenizer = load_named(name, arguments)
     check_context(model, arguments.max_length)
     length = arguments.max_length or getattr(model.config, "max_position_embeddings", None) or WINDOW
@@ -81,7 +74,12 @@ def _evaluate_checkpoint(
         check_memory(model.config)
         length = min(length, longest_segment(model.config))
     scores = score_texts(model, tokenizer, documents, max_length=length, carry_memory=arguments.carry_memory)
-    return {"model": describe_model(model), "max_length": length, **describe_environment(model.device)}, scores
+    return {
+        "model": describe_model(model),
+        "max_length": length,
+        **describe_environment(model.device),
+        **summarize(scores, [len(document.encode()) for document in documents]),
+    }
 
 
 def score_texts(
@@ -156,9 +154,13 @@ def summarize(scores: Scores, sizes: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def compare(bits: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]:
-    """Bits per byte of each document minus the first checkpoint's, with a two-sided paired t-test over documents."""
-    return {name: value for name, value in paired_difference(bits, baseline).items() if name != "values"}
+def compare(bits: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
+    """Bits per byte of each document minus the first checkpoint's, with two-sided paired t-tests over documents."""
+    tests = [paired_difference(one, bits[0]) for one in bits[1:]]
+    for test in tests:
+        del test["values"]
+    add_holm(tests)
+    return tests
 
 
 def format_results(results: Mapping[str, Any]) -> str:

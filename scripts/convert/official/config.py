@@ -101,11 +101,6 @@ class OfficialConfig:
         return self.dim // self.n_head
 
     @property
-    def has_biases(self) -> bool:
-        """Whether the projections have biases."""
-        return self.family == "dcpythia" and self.use_linear_bias
-
-    @property
     def layer_types(self) -> list[str]:
         """Our layer type for each layer."""
         return repeat_layer_types("G" if self.window_size is None else PATTERNS[self.window_type], self.n_layer)

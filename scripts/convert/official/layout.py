@@ -48,7 +48,8 @@ def official_map(config: OfficialConfig, *, prefer_merged: bool = False, keep_st
         drops += [Drop(f"{ATTENTION}{name}_norm.scale", "scales of the query-key norm, which is off") for name in "qk"]
     rules = [*block_rules(config), *attention_rules(config), *used]
     if keep_static:
-        rules.append(static_rule())
+        ours = (OUR_DYNAMIC + "static_weight",)  # `[1, H, H]` for each stage
+        rules.append(Rule(tuple(DYNAMIC + name for name in STATIC), ours, Stack()))
     else:
         drops += [Drop(DYNAMIC + name, BUFFER, lambda: torch.eye(config.n_head)[None]) for name in STATIC]
     drops += [Drop(DYNAMIC + MERGED_STATIC, BUFFER), Drop(ATTENTION + "kv_cache.*", CACHE)]
@@ -109,11 +110,6 @@ def merged_rules(config: OfficialConfig) -> list[Rule]:
     ]
 
 
-def static_rule() -> Rule:
-    """The static mixing of heads, `[1, H, H]` for each stage."""
-    return Rule(tuple(DYNAMIC + name for name in STATIC), (OUR_DYNAMIC + "static_weight",), Stack())
-
-
 def used_components(config: OfficialConfig, dim: int) -> Transform:
     """All components, or those of the query side."""
     return Select(dim, QUERY_SIDE, COMPONENTS) if config.query_wise else KEEP
@@ -121,4 +117,5 @@ def used_components(config: OfficialConfig, dim: int) -> Transform:
 
 def linear_kinds(config: OfficialConfig) -> tuple[str, ...]:
     """The parameters of a projection."""
-    return ("weight", "bias") if config.has_biases else ("weight",)
+    has_biases = config.family == "dcpythia" and config.use_linear_bias
+    return ("weight", "bias") if has_biases else ("weight",)
