@@ -53,6 +53,14 @@ def test_a_request_without_keys_gets_zeros() -> None:
     assert output[1].abs().max() == 0 and output[0].abs().min() > 0
 
 
+def test_no_requests_get_no_outputs() -> None:
+    step = Step((5, 7))
+    query, pages, stages, *_ = random_step(step, torch.float32)
+    none = pages._replace(**{name: getattr(pages, name)[:0] for name in ("table", "table_starts", "key_counts")})
+    own = {name: stage.map(lambda factor: factor if factor.ndim == 2 else factor[:0]) for name, stage in stages.items()}
+    assert run(attend_to_pages, step, query[:0], none, own).shape == (0, 1, 4, 8)
+
+
 @pytest.mark.parametrize("change", ["float64", "gradients", "other groups"])
 def test_what_c_code_cannot_do_is_left_to_others(change: str) -> None:
     step = Step((5, 7))

@@ -160,6 +160,7 @@ static void stage_backward(const backward_chunk *part, const gradients *to, floa
     long heads = of->given->heads, index = block_index(of, block), query_size = query_terms_size(of->given, p);
     long key_terms = index * key_terms_size(of->given, p);
     float *query_parts = part->query_parts[p] + (block - of->begin_block) * of->rows * query_size;
+    float *key_sums = address(to->key_terms[p], key_terms, sizeof(float));
     memset(query_parts, 0, sizeof(float) * of->rows * query_size);
     if (by->matrix) add_matrix_gradient(of, to->matrices[p] + index * heads * heads, maps, grad, block);
     EACH_PATCH(whole, of, block)
@@ -170,7 +171,7 @@ static void stage_backward(const backward_chunk *part, const gradients *to, floa
             if (by->differentiate)
                 by->differentiate(up, tile_view(of, maps, at.first), base, of->query_terms[p] + at.first * query_size,
                                   of->packed.key_terms[p] + key_terms, query_parts + at.first * query_size,
-                                  to->key_terms[p] + key_terms, at.rows, at.keys.begin, at.keys.end);
+                                  key_sums, at.rows, at.keys.begin, at.keys.end);
             else if (by->matrix)
                 copy_maps(of, up, base, at);
         }

@@ -481,7 +481,7 @@ static void join_outputs(const void *context, long index, long thread) {
 void attend(element *out, float *memory, const decode_problem *given, float scaling, long threads) {
     long items = given->items;
     step of = {(workspace *)memory, 0, given, out, scaling};
-    size_t next = (size_t)(of.works + items);
+    size_t next = (size_t)memory + items * sizeof(workspace);
     for (long item = 0; item < items; item++) {
         of.works[item] = divide(&next, given, item);
         of.most_spans = larger(of.most_spans, of.works[item].spans);
