@@ -78,8 +78,8 @@ INLINE element round_element(float from) { return from; }
 
 /* What `attend` gets from Python: an array of long integers in the order of these members. */
 
-/* A query, key or value [items, heads, keys, WIDTH], whose last stride is 1. Over pages, keys are numbers of rows, and
-   items have no stride. */
+/* A query, key or value [items, heads, keys, WIDTH], whose last stride is 1. Over pages, all items share the rows of
+   all pages: `key_stride` lies between rows, and `item_stride` is 0. */
 typedef struct {
     const element *data;
     long item_stride, head_stride, key_stride;
@@ -139,8 +139,8 @@ INLINE long distance_of(const decode_problem *given, long item, long s) {
     return (given->key_counts ? given->key_counts[item] - 1 : given->position) - s;
 }
 
-/* Points `at` to what `from` holds of key `s` of an item. Returns how many keys, up to `end`, follow there: over pages
-   those in rows that follow, else all. */
+/* Points `at` to what `from` holds of key `s` of an item. Returns how many keys, from this one and up to `end`, lie
+   `key_stride` apart: over pages until a row number is not the next one, else all. */
 static long find_keys(const element **at, const decode_problem *given, const decode_tensor *from, long item, long s,
                       long end) {
     const long *numbers = given->rows ? given->rows + given->row_starts[item] + s : &s;
