@@ -32,7 +32,9 @@ class BenchmarkArguments:
     )
     implementations: list[str] | None = option(None, "measure only these candidates, by their names in the tables")
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "number format")
-    device: str = option("cpu", "where to compute: cpu, cuda, cuda:1 ...")
+    device: str | None = option(
+        None, "where to compute: cpu, cuda, cuda:1 ...; if not given cpu, and cuda with --preset gpu"
+    )
     threads: int | None = option(None, "threads on the CPU; OMP_NUM_THREADS if not given, or 1")
     window: int | None = option(None, "keys that a query sees, itself included; all if not given")
     layer_types: Literal["L", "LG", "LGLL"] = option(
@@ -71,6 +73,7 @@ class BenchmarkArguments:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} must be at least 1, not {value}")
+        self.device = self.device or ("cpu" if self.preset is None else "cuda")
         check_seed("seed", self.seed)
         check_positive(self, ["budget"])
         if self.window is None and self.layer_types != "L":

@@ -52,7 +52,7 @@ def read_settings(arguments: BenchmarkArguments) -> BenchmarkSettings:
     quick = arguments.quick
     return BenchmarkSettings(
         dtype=getattr(torch, arguments.dtype),
-        device=_device(arguments.device),
+        device=_device(str(arguments.device)),
         rounds=arguments.rounds or (QUICK_ROUNDS if quick else ROUNDS),
         sample_seconds=QUICK_SAMPLE_SECONDS if quick else SAMPLE_SECONDS,
         shapes=tuple(parse_shape(text) for text in split_at_commas(arguments.shapes or [])),

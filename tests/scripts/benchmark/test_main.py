@@ -34,6 +34,7 @@ from dynattn.scripts.common.errors import UserError
         (["--preset", "gpu", "--parts", "decode-16,x"], "the preset has no part 'x'; its parts are"),
         (["--preset", "gpu", "--parts", ","], "--parts names no part; leave it out for all of them"),
         (["--parts", "decode-1"], "--parts decode-1 are parts of a preset; add --preset gpu"),
+        (["--preset", "gpu", "--device", "cpu"], "--preset gpu, but --device cpu is no GPU; give cuda"),
         (["--preset", "gpu"], "--preset gpu needs a CUDA device, and none was found"),
         (["--budget", "0"], "budget=0.0 must be a positive number"),
         (["--threads", "0"], "threads must be at least 1, not 0"),
