@@ -55,7 +55,7 @@ class PackedSequences(Sequences):
         return [f"document {number}" for number in self.stream.documents_between(begin, end)]
 
     def describe(self) -> str:
-        return f"{self.stream.describe()}, {self.count:,} sequences of {self.length}{_in_brackets(self.unused_tokens)}"
+        return f"{self.stream.describe()}, {self.count:,} sequences of {self.length}{_tell_rest(self.unused_tokens)}"
 
     @property
     def unused_tokens(self) -> int:
@@ -146,7 +146,7 @@ class StreamSegments(Sequences):
     def describe(self) -> str:
         return (
             f"{self.stream.describe()}, {len(self):,} segments of {self.length} in {self.parts} streams"
-            f"{_in_brackets(self.unused_tokens)}"
+            f"{_tell_rest(self.unused_tokens)}"
         )
 
     @property
@@ -167,6 +167,8 @@ class StreamSegments(Sequences):
         return begin, min(begin + self.length, (part + 1) * width)
 
 
-def _in_brackets(unused_tokens: int) -> str:
-    """Says how many tokens are left out; nothing where all are read."""
+def _tell_rest(unused_tokens: int) -> str:
+    """Says, in brackets, how many tokens are left out; empty where all are read."""
+    if unused_tokens == 1:
+        return " (1 token at the end fills none and is left out)"
     return f" ({unused_tokens} tokens at the end fill none and are left out)" if unused_tokens else ""

@@ -31,7 +31,11 @@ def test_training_windows_hold_every_token_once_and_drop_the_tail():
     held = [token for item in sequences for token in item["input_ids"].tolist()]
     assert held == TOKENS[:15]
     assert sequences.unused_tokens == 1
-    assert sequences.describe().endswith("3 sequences of 5 (1 tokens at the end fill none and are left out)")
+    assert sequences.describe().endswith("3 sequences of 5 (1 token at the end fills none and is left out)")
+
+
+def test_several_tokens_that_are_left_out_are_told_in_the_plural():
+    assert make(7).describe().endswith("2 sequences of 7 (2 tokens at the end fill none and are left out)")
 
 
 @pytest.mark.parametrize(("length", "score_all"), [(4, False), (5, True)])
