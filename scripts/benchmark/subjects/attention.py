@@ -231,8 +231,14 @@ def op_traffic(inputs: OpInputs) -> float:
     return sum(leaf.nbytes for leaf in inputs.leaves().values()) + inputs.cotangent.nbytes
 
 
-SHAPES, QUICK_SHAPES = ("16x64@512", "16x64@2048", "32x128@1024"), ("4x32@256", "4x32@512")
-ATTENTION = Subject("attention", COMPOSED, SHAPES, QUICK_SHAPES, candidates, cases)
+ATTENTION = Subject(
+    name="attention",
+    function=COMPOSED,
+    shapes=("16x64@512", "16x64@2048", "32x128@1024"),
+    quick_shapes=("4x32@256", "4x32@512"),
+    candidates=candidates,
+    cases=cases,
+)
 
 
 def bidirectional_candidates(device: torch.device) -> list[Candidate]:
@@ -241,8 +247,11 @@ def bidirectional_candidates(device: torch.device) -> list[Candidate]:
 
 
 # As in encoders and vision transformers: 197 tokens are an image of 224 x 224 pixels in patches of 16 x 16.
-IMAGE_SHAPES = ("12x64@197", "12x64@512")
-bidirectional_cases = partial(cases, is_causal=False)
 BIDIRECTIONAL = Subject(
-    "bidirectional", COMPOSED, IMAGE_SHAPES, ("4x32@100",), bidirectional_candidates, bidirectional_cases
+    name="bidirectional",
+    function=COMPOSED,
+    shapes=("12x64@197", "12x64@512"),
+    quick_shapes=("4x32@100",),
+    candidates=bidirectional_candidates,
+    cases=partial(cases, is_causal=False),
 )

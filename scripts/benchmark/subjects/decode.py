@@ -38,7 +38,11 @@ def candidates(device: torch.device) -> list[Candidate]:
         found += [make_candidate(name, role, function, attend)]
         found += [make_candidate(f"{name}{COMPILED}", role, function, attend, compiles=True)]
     if device.type == "cuda":
-        found += [make_graph_candidate(*entry) for entry in entries if entry[0] in IN_GRAPHS]
+        found += [
+            make_graph_candidate(name, role, function, attend)
+            for name, role, function, attend in entries
+            if name in IN_GRAPHS
+        ]
     for compiles, ending in ((False, ""), (True, COMPILED)):
         prepare = partial(prepare_official, compiles=compiles)
         found += [Candidate(f"official{ending}", "other", COMPOSED, prepare)]
@@ -117,4 +121,11 @@ def make_case(
     )
 
 
-DECODE = Subject("decode", COMPOSED, ("16x64@2048", "32x128@2048"), ("4x32@512",), candidates, cases)
+DECODE = Subject(
+    name="decode",
+    function=COMPOSED,
+    shapes=("16x64@2048", "32x128@2048"),
+    quick_shapes=("4x32@512",),
+    candidates=candidates,
+    cases=cases,
+)

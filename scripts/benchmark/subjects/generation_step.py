@@ -86,4 +86,11 @@ def cases(shape: Shape, settings: BenchmarkSettings) -> Iterator[Case]:
     yield make_case(problem, settings, logits=1, first=shape.length - 1)
 
 
-STEP = Subject("step", COMPOSED, ("16x64@2048",), QUICK_SHAPES, candidates, cases)
+STEP = Subject(
+    name="step",
+    function=COMPOSED,
+    shapes=("16x64@2048",),
+    quick_shapes=QUICK_SHAPES,
+    candidates=candidates,
+    cases=cases,
+)

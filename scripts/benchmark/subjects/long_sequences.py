@@ -94,5 +94,11 @@ def with_cotangent_at(inputs: OpInputs, queries: Tensor) -> OpInputs:
     return replace(inputs, cotangent=cotangent.index_copy_(1, queries, inputs.cotangent[:, queries]))
 
 
-SHAPES = tuple(f"8x64@{1024 << doubling}" for doubling in range(7))
-LONG = Subject("long", COMPOSED, SHAPES, ("4x32@1024", "4x32@2048"), candidates, cases)
+LONG = Subject(
+    name="long",
+    function=COMPOSED,
+    shapes=tuple(f"8x64@{1024 << doubling}" for doubling in range(7)),
+    quick_shapes=("4x32@1024", "4x32@2048"),
+    candidates=candidates,
+    cases=cases,
+)

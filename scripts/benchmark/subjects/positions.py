@@ -31,5 +31,11 @@ def candidates(device: torch.device) -> list[Candidate]:
     return found
 
 
-cases = partial(block_cases, functions=FUNCTIONS)
-POSITIONS = Subject("positions", "rope", ("16x64@512", "16x64@2048"), QUICK_SHAPES, candidates, cases)
+POSITIONS = Subject(
+    name="positions",
+    function="rope",
+    shapes=("16x64@512", "16x64@2048"),
+    quick_shapes=QUICK_SHAPES,
+    candidates=candidates,
+    cases=partial(block_cases, functions=FUNCTIONS),
+)

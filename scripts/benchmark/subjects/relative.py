@@ -150,5 +150,11 @@ def make_case(shape: Shape, settings: BenchmarkSettings, *, backward: bool) -> C
     )
 
 
-SHAPES, QUICK_SHAPES = ("8x16@128+128", "8x16@512+512"), ("8x16@128+128",)
-RELATIVE_ATTENTION = Subject("relative", "rcmha", SHAPES, QUICK_SHAPES, candidates, cases)
+RELATIVE_ATTENTION = Subject(
+    name="relative",
+    function="rcmha",
+    shapes=("8x16@128+128", "8x16@512+512"),
+    quick_shapes=("8x16@128+128",),
+    candidates=candidates,
+    cases=cases,
+)
