@@ -10,8 +10,6 @@ from .shapes import Shape, parse_shape
 
 # The least duration of one sample: a shorter one would measure the resolution of the clock.
 SAMPLE_SECONDS, QUICK_SAMPLE_SECONDS = 0.05, 0.01
-# The settings that are arguments as they were given.
-TAKEN = ("window", "batch_size", "seed", "quick", "budget", "layers", "vocabulary", "layer_types")
 
 
 @dataclass(frozen=True)
@@ -53,10 +51,17 @@ def read_settings(arguments: BenchmarkArguments) -> BenchmarkSettings:
     return BenchmarkSettings(
         dtype=getattr(torch, arguments.dtype),
         device=_device(str(arguments.device)),
+        window=arguments.window,
+        batch_size=arguments.batch_size,
+        seed=arguments.seed,
         rounds=arguments.rounds or (QUICK_ROUNDS if quick else ROUNDS),
         sample_seconds=QUICK_SAMPLE_SECONDS if quick else SAMPLE_SECONDS,
+        quick=quick,
         shapes=tuple(parse_shape(text) for text in split_at_commas(arguments.shapes or [])),
-        **{name: getattr(arguments, name) for name in TAKEN},
+        budget=arguments.budget,
+        layers=arguments.layers,
+        vocabulary=arguments.vocabulary,
+        layer_types=arguments.layer_types,
     )
 
 
