@@ -116,7 +116,8 @@ def make_trial(
             check_device(settings.device, first_line(error))
             raise
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
 
     def measure() -> float:
         seconds = []

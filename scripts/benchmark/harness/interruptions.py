@@ -36,12 +36,14 @@ def check_device(device: torch.device, failure: str) -> None:
         raise DeviceLostError(f"{failure}; the device is lost ({first_line(error)})") from error
 
 
-def end_when_hanging(budget: float | None, note: Callable[[str], None]) -> threading.Timer:
+def end_when_hanging(budget: float | None, note: Callable[[str], None]) -> threading.Timer | None:
     """Starts a timer that passes the failure to `note` and ends the process, whose main thread then hangs in a call.
 
-    `budget` is the seconds that a first call may take. Without it the timer is not started.
+    `budget` is the seconds that a first call may take. Without it there is no timer, and None is returned.
     """
-    seconds = BUDGETS_OF_A_HANG * (budget or 0.0)
+    if budget is None:
+        return None
+    seconds = BUDGETS_OF_A_HANG * budget
 
     def give_up() -> None:
         note(f"it did not end within {seconds:g} s")
@@ -50,8 +52,7 @@ def end_when_hanging(budget: float | None, note: Callable[[str], None]) -> threa
 
     timer = threading.Timer(seconds, give_up)
     timer.daemon = True
-    if budget is not None:
-        timer.start()
+    timer.start()
     return timer
 
 
