@@ -93,6 +93,7 @@ def make_runs(arguments: CompareArguments, variants: Sequence[Variant], output: 
     arms: dict[str, dict[int, RunRecord | None]] = {name: {} for name in runs.variants}
     try:
         rates, tuning = choose_rates(runs.trained, arms, arguments.learning_rates, arguments.tuning_seed)
+        # One seed at a time: when time is over, seeds that not all variants have ended are left out.
         for seed in arguments.measured_seeds:
             for name, ended in measured_arms(runs.trained, rates, [seed]).items():
                 arms[name] |= ended

@@ -152,6 +152,7 @@ def time_rounds(qualified: Mapping[str, QualifiedCandidate], case: Case, setting
     for name, one in qualified.items():
         with blaming(name):
             repeats[name] = calls_of_a_sample(one.call, settings.device, settings.sample_seconds)
+        # As a decorator, a context manager encloses every later call of the function.
         samplers[name] = blaming(name)(partial(sample, one.call, repeats[name], settings.device))
     samples = interleave(samplers, settings.rounds, settings.budget)
     for name, one in qualified.items():

@@ -48,7 +48,8 @@ PROFILED, BASELINE = "chunked-stepwise", "sdpa"
 PASS_ELEMENTS, PASSES, PASS_SAMPLES = 1 << 17, 100, 5
 
 
-attend_chunked = partial(call_op, implementation="chunked")  # which is profiled
+# The op that is profiled.
+attend_chunked = partial(call_op, implementation="chunked")
 
 
 class PartClock:

@@ -47,7 +47,8 @@ class Study:
         preset = PRESETS[arguments.preset]
         self.preset: Preset = replace(preset, steps=QUICK_STEPS) if arguments.quick else preset
         tasks = chosen("task", arguments.tasks, self.preset.tasks)
-        arms = chosen("arm", arguments.arms, ARMS)  # names those that --quick replaces, if they do not exist
+        # The arms are checked before --quick replaces them, so that no mistyped one goes unnoticed.
+        arms = chosen("arm", arguments.arms, ARMS)
         if arguments.quick:
             arms = list(QUESTION)
         size = self.preset.size
