@@ -10,8 +10,8 @@ from .config import OfficialConfig
 from .layout import DYNAMIC, MERGED_STATIC, STATIC
 
 
-def generators(config: OfficialConfig) -> list[str]:
-    """How the names of the tensors of each layer's composition begin."""
+def composition_prefixes(config: OfficialConfig) -> list[str]:
+    """What the names of the tensors of each layer's composition begin with."""
     return [DYNAMIC.replace("{layer}", str(layer)) for layer in range(config.n_layer)]
 
 
@@ -20,7 +20,7 @@ def stale_copies(source: TensorSource, config: OfficialConfig) -> Iterator[float
 
     The official training path trains the merged copies only, and its inference merges again from the parts.
     """
-    for prefix in generators(config):
+    for prefix in composition_prefixes(config):
         differences = []
         if {prefix + "dw_m", prefix + "dw1", prefix + "dd"} <= source.headers.keys():
             parts = [source.read(prefix + part).flatten(1) for part in ("dw1", "dd")]
@@ -46,7 +46,7 @@ def static_matrices(source: TensorSource, config: OfficialConfig) -> tuple[list[
     """The names of the stored matrices that mix heads, and of those that are mere placeholders (identity or zero)."""
     mixing: list[str] = []
     placeholders: list[str] = []
-    for key in (prefix + name for prefix in generators(config) for name in STATIC):
+    for key in (prefix + name for prefix in composition_prefixes(config) for name in STATIC):
         if key in source.headers:
             matrix = source.read(key).float()
             is_placeholder = not matrix.any() or torch.equal(matrix, torch.eye(config.n_head)[None])
@@ -61,7 +61,7 @@ def trained_statics(source: TensorSource, config: OfficialConfig) -> list[str]:
     """
     trained: list[str] = []
     identity = torch.eye(config.n_head).expand(len(STATIC), -1, -1)
-    for prefix in generators(config):
+    for prefix in composition_prefixes(config):
         if (key := prefix + MERGED_STATIC) not in source.headers:
             continue
         originals = [identity]
