@@ -46,7 +46,7 @@ OPPOSITES = (
     ("fast", "slow"), ("tidy", "messy"), ("bold", "timid"), ("awake", "asleep"), ("cold", "hot"), ("right", "wrong"),
 )
 # fmt: on
-# Questions about owners, and what they ask for. One that denies names the person who has all things but the answer.
+# Questions about owners, and what they ask for.
 OWNER_QUESTIONS = {
     "possession": ("{person} has a", "thing"),
     "owner": ("The {thing} belongs to", "person"),
@@ -92,11 +92,14 @@ def generate(kind: str) -> list[Item]:
 
 
 def ask_about_owners(kind: str, rng: random.Random, facts: int, answer: int) -> Item:
-    """An item about owners, things and their kinds, with one of `OWNER_QUESTIONS`."""
+    """An item about owners, things and their kinds, with one of `OWNER_QUESTIONS`.
+
+    With negation, one person has everything but the answer, which another one has; the question names the first.
+    """
     question, asked = OWNER_QUESTIONS[kind]
     people, things, kinds = _draw(rng, facts)
     person = people[answer]
-    if "does not" in question:
+    if kind in ("negation", "kind_negation"):
         person, other = people[:2]
         people = [other if position == answer else person for position in range(facts)]
     text = question.format(person=person, thing=things[answer], kind=kinds[answer])
