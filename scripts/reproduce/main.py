@@ -11,35 +11,44 @@ STUDIES = CommandTable(
     usage="STUDY",
     commands={
         "tiny-shakespeare": (
-            f"{__package__}.tiny_shakespeare.main",
+            "dynattn.scripts.reproduce.tiny_shakespeare.main",
             "the RCMHA paper's four attention types on characters",
         ),
-        "quickstart": (f"{__package__}.quickstart", "a small DCFormer beside a plain Transformer"),
-        "upcycling": (f"{__package__}.upcycling.main", "continued training of a GPT-NeoX with and without composition"),
-        "ablations": (f"{__package__}.ablations.main", "a language model without each term of the composition"),
+        "quickstart": ("dynattn.scripts.reproduce.quickstart", "a small DCFormer beside a plain Transformer"),
+        "upcycling": (
+            "dynattn.scripts.reproduce.upcycling.main",
+            "continued training of a GPT-NeoX with and without composition",
+        ),
+        "ablations": (
+            "dynattn.scripts.reproduce.ablations.main",
+            "a language model without each term of the composition",
+        ),
         "masked-lm": (
-            f"{__package__}.masked_lm.main",
+            "dynattn.scripts.reproduce.masked_lm.main",
             "an encoder that predicts hidden tokens, with parts of composition and without",
         ),
-        "mechanisms": (f"{__package__}.mechanisms.main", "small tasks on which mixing heads is predicted to matter"),
+        "mechanisms": (
+            "dynattn.scripts.reproduce.mechanisms.main",
+            "small tasks on which mixing heads is predicted to matter",
+        ),
         "positions": (
-            f"{__package__}.positions.main",
+            "dynattn.scripts.reproduce.positions.main",
             "position schemes on lengths beyond the trained ones, with heads composed and plain",
         ),
         "vision": (
-            f"{__package__}.vision.main",
+            "dynattn.scripts.reproduce.vision.main",
             "small vision transformers: dynamic composition, static matrices and norms, each alone",
         ),
         "seq2seq": (
-            f"{__package__}.seq2seq.main",
+            "dynattn.scripts.reproduce.seq2seq.main",
             "small encoder-decoders: which attention gains from composition; RCMHA's types in translation",
         ),
         "quantization": (
-            f"{__package__}.quantization",
+            "dynattn.scripts.reproduce.quantization",
             "perplexity with smaller weights, composition quantized too or not",
         ),
         "speculation": (
-            f"{__package__}.speculation",
+            "dynattn.scripts.reproduce.speculation",
             "speculative decoding beside greedy decoding: same tokens, time, passes",
         ),
     },
