@@ -16,12 +16,12 @@ MODULES = {
     LAYER + "norm_ff": OUR_LAYER + "post_attention_layernorm",
 }
 TABLES = {"key_pos_embeddings": "position_embeddings", "key_pos_bias": "position_bias"}
-BOTH = ("weight", "bias")
+KINDS = ("weight", "bias")
 
 
 def rcmha_map(config: OfficialRCMHAConfig, rows: int) -> WeightMap:
     """Returns the table for one model whose position tables have `rows` rows in ours."""
-    rules = renames({"src_embed": "model.embed_tokens"}, ["weight"]) + renames(MODULES, BOTH)
+    rules = renames({"src_embed": "model.embed_tokens"}, ["weight"]) + renames(MODULES, KINDS)
     for name in ("query", "key", "value"):
         rules += projection_rules(config, name)
     if config.is_relative:
@@ -35,7 +35,8 @@ def projection_rules(config: OfficialRCMHAConfig, name: str) -> list[Rule]:
     """The projection of queries, keys or values, and the convolution after it."""
     theirs, ours = f"{ATTENTION}{name}.", f"{OUR_ATTENTION}{name[0]}_"
     linear = theirs + ("0.linear" if config.convolves else "linear")
-    rules = renames({linear: ours + "proj"}, BOTH if name == "value" or not config.is_relative else BOTH[:1])
+    has_bias = name == "value" or not config.is_relative
+    rules = renames({linear: ours + "proj"}, KINDS if has_bias else ["weight"])
     if config.convolves:
         for kind, transform in (("weight", CausalKernel()), ("bias", KEEP)):
             rules.append(Rule((f"{theirs}1.conv.{kind}",), (f"{ours}conv.{kind}",), transform))
