@@ -234,7 +234,7 @@ def describe_place(subject: Subject, shape: Shape, settings: BenchmarkSettings) 
 
 
 def describe_case(case: Case, subject: Subject) -> dict[str, Any]:
-    """What else a case is in JSON types, without its rows."""
+    """What a case has beside its place (see `describe_place`) and its rows, in JSON types."""
     return {
         "passes": case.passes,
         "window": case.window,
