@@ -80,6 +80,7 @@ class PositionsArguments:
             )
 
     def _check_names(self) -> None:
+        """Refuses names that do not exist, and a study without any task or scheme; `wide` may be empty."""
         for name, known in (("tasks", TASKS), ("schemes", tuple(SCHEMES)), ("wide", tuple(SCHEMES))):
             given = getattr(self, name)
             unknown = sorted(set(given) - set(known))
