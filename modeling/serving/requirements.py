@@ -5,10 +5,9 @@ import reprlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from importlib.metadata import version
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
-import numpy as np
 from packaging.version import Version
 
 from ..positions.rotary import rotating_types
@@ -198,11 +197,20 @@ def new_token_limit(generation_config: Any, prompt_length: int) -> int | None:
 
 def check_prompts(inputs: Any) -> None:
     """Raises TypeError unless `inputs` of `generate_batch` is a list of prompts, each with a dimension of tokens."""
-    if not isinstance(inputs, list | tuple) or any(np.ndim(prompt) != 1 for prompt in inputs):
+    if not isinstance(inputs, list | tuple) or not all(_is_prompt(prompt) for prompt in inputs):
         raise TypeError(
             "generate_batch takes a list of prompts, each a list of token ids, as in [[1, 2, 3]]; got "
             f"{reprlib.repr(inputs)}"
         )
+
+
+def _is_prompt(prompt: Any) -> bool:
+    """Whether this is a sequence of numbers, which may be tensors without dimensions, or a tensor or array `[T]`."""
+    if hasattr(prompt, "ndim"):
+        return prompt.ndim == 1
+    return isinstance(prompt, Sequence) and all(
+        isinstance(token, Real) or getattr(token, "ndim", None) == 0 for token in prompt
+    )
 
 
 def check_request(config: Any, input_ids: Sequence[int], max_new_tokens: int | None) -> None:

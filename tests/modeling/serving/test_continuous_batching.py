@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases.models import SMALL, make_model
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import BatchEncoding, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cache as transformers_cache
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
@@ -342,7 +342,23 @@ def test_generate_batch_raises_for_a_length_of_prompt_and_answer_that_does_not_f
         make_model(**FULL).generate_batch(random_prompts([6, 20]), long, few)
 
 
-@pytest.mark.parametrize("inputs", [[1, 2], ["ab"], {"input_ids": [[1]]}, torch.tensor([[1]]), [[[1]]], "ab"], ids=str)
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        [1, 2],
+        ["ab"],
+        [["a", "b"]],
+        [[None]],
+        {"input_ids": [[1]]},
+        [BatchEncoding({"input_ids": [1, 2]})],
+        torch.tensor([[1]]),
+        [torch.tensor([[1]])],
+        [[[1]]],
+        [[[1], [1, 2]]],
+        "ab",
+    ],
+    ids=str,
+)
 def test_generate_batch_says_what_prompts_are(inputs: Any) -> None:
     with pytest.raises(TypeError, match=r"takes a list of prompts, each a list of token ids, as in \[\[1, 2, 3\]\]"):
         make_model().generate_batch(inputs, GREEDY)
