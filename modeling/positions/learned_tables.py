@@ -67,9 +67,9 @@ def refuse_reentrant_checkpointing(model: Any) -> None:
     Its backward pass would go through the computation of a shared table once for each layer, where PyTorch allows it
     only once.
     """
-    # The search for tables comes last, because it visits modules.
-    recomputes = model.gradient_checkpointing and model.training and torch.is_grad_enabled()
-    if not recomputes or not any(isinstance(module, DistanceTable) for module in model.children()):
+    # Tables are found by their names, because PEFT may have put a module of another class around them.
+    has_tables = any(getattr(model, name, None) is not None for name in ("position_bias", "position_gain"))
+    if not (has_tables and model.gradient_checkpointing and model.training and torch.is_grad_enabled()):
         return
     # Absent in a function of another kind than Transformers', such as DeepSpeed's. PyTorch takes None for True.
     options = getattr(model._gradient_checkpointing_func, "keywords", None)

@@ -518,6 +518,16 @@ def test_learned_tables_refuse_checkpointing_in_which_layers_share_nothing(optio
     assert model.eval()(ids, labels=ids).loss.isfinite()
 
 
+def test_wrapped_tables_refuse_it_too() -> None:
+    """PEFT wraps tables that `modules_to_save` names."""
+    model, ids = make("composed bias and gain").train(), torch.randint(1, 61, (2, 30))
+    body = model.model
+    body.position_bias, body.position_gain = nn.Sequential(body.position_bias), nn.Sequential(body.position_gain)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(ValueError, match="use_reentrant=True.* cannot"):
+        model(ids, labels=ids)
+
+
 def test_beams_and_removed_tokens_keep_distances() -> None:
     model, ids = make("composed bias and gain"), torch.randint(1, 61, (2, 6))
     tokens = [
