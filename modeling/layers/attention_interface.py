@@ -94,11 +94,7 @@ def attention_function(attend: Attention) -> Attention:
         Raises:
             ValueError: the arguments do not fit each other, or `dropout` is not 0.
         """
-        if dropout:
-            raise ValueError(
-                f"attention_dropout ({dropout}) is not supported by this implementation of attention; use "
-                "attn_implementation='sdpa', or attention_dropout=0"
-            )
+        _refuse_dropout(dropout)
         if paged is not None:
             layer = module.layer_idx
             return paged.attend(layer, query, key, value, pre, post, scaling, sliding_window, attend, tables), None
@@ -110,6 +106,15 @@ def attention_function(attend: Attention) -> Attention:
         return attend(query, key, value, **others, **masking)
 
     return forward
+
+
+def _refuse_dropout(dropout: float) -> None:
+    """Raises ValueError unless `dropout`, the share of probabilities to drop, is 0."""
+    if dropout:
+        raise ValueError(
+            f"attention_dropout ({dropout}) is not supported by this implementation of attention; use "
+            "attn_implementation='sdpa', or attention_dropout=0"
+        )
 
 
 def mask_arguments(attention_mask: Tensor | None, sliding_window: int | None, is_causal: bool) -> dict[str, Any]:
