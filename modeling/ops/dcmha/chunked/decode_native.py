@@ -64,22 +64,22 @@ def decode_in_c(step: DecodeStep) -> Tensor | None:
 
     Maps and sums are float32, whatever the dtype. Results do not depend on the number of threads.
     """
-    _, key, value, _, _, _, mask, _ = step
     library = load_decode(step, terms=0)
     if library is None:
         return None
-    mask = _without_float16(mask)
-    keys, offset = key.shape[2], step.tables.offset
-    source = [member for tensor in (key, value) for member in (tensor.data_ptr(), *tensor.stride()[:3])]
-    source += (*_mask_members(mask), keys, keys - 1 if offset is None else int(offset), 0, 0, 0)
-    return call_decode(library, step, source, key.numel())
+    mask = _without_float16(step.mask)
+    keys, offset = step.key.shape[2], step.tables.offset
+    source = [member for tensor in (step.key, step.value) for member in (tensor.data_ptr(), *tensor.stride()[:3])]
+    source += (*_mask_members(mask), keys, keys - 1 if offset is None else int(offset))
+    source += (0, 0, 0)  # there are no rows of pages
+    return call_decode(library, step, source, step.key.numel())
 
 
 def load_decode(step: DecodeStep, terms: int) -> CDLL | None:
     """decode.c for the sizes of a step, with `terms` terms in each row of its pages, or 0 if its keys are in no pages.
 
     Returns:
-        None where it cannot be compiled, or a query or the terms do not fit on the stack.
+        The library; None where it cannot be compiled, or a query or the terms do not fit on the stack.
     """
     _, heads, _, width = step.query.shape
     return _load(heads, step.key.shape[1], step.groups, width, step.query.dtype, terms)
@@ -89,7 +89,8 @@ def call_decode(library: CDLL, step: DecodeStep, source: Sequence[int], elements
     """Calls `attend` of decode.c; returns `[B, 1, H, D]`.
 
     Args:
-        source: the members of the C struct `decode_problem` that say where keys and values are: those from `key` on.
+        source: the last members of the C struct `decode_problem`, from `key` on: where keys and values are, and which
+            of them a query sees. Tensors in whose memory they are have to live until this returns.
         elements: how many elements the keys have together.
     """
     batch, heads, _, width = step.query.shape
@@ -159,7 +160,7 @@ def _load(heads: int, kv_heads: int, groups: int, width: int, dtype: torch.dtype
     """decode.c for these sizes, with the widest registers that the heads of a group, and the elements of a head, fill.
 
     Returns:
-        None as `load_decode`.
+        The library, or None in the cases that `load_decode` names.
     """
     if heads * width > LARGEST_QUERY or BLOCK_KEYS * terms * heads * dtype.itemsize > LARGEST_STACK:
         return None

@@ -46,6 +46,8 @@ def attend_to_pages(
     source = []
     for rows in (pages.key, pages.value):
         source += [rows.data_ptr(), 0, rows.stride(1), rows.stride(0)]
-    # No mask; requests have key counts instead of one number of keys and one position of the query.
+    # Six zeros stand for no mask. The last two are not read: requests differ in the number of keys and in the position
+    # of the query, and `key_counts` tells both.
     source += [0] * 8 + [tensor.data_ptr() for tensor in pages[2:]]
-    return call_decode(library, step, source, int(pages.key_counts.sum()) * pages.key.shape[1] * query.shape[3])
+    elements = int(pages.key_counts.sum()) * pages.key.shape[1] * query.shape[3]
+    return call_decode(library, step, source, elements)
