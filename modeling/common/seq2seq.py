@@ -160,6 +160,7 @@ class Seq2SeqLMHead:
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        """As the family; `final_logits_bias`, a buffer that training does not change, starts as zeros."""
         super()._init_weights(module)  # type: ignore[misc]
         if module is self and self.final_logits_bias is not None:
             init.zeros_(self.final_logits_bias)
