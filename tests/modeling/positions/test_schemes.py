@@ -524,7 +524,7 @@ def test_wrapped_tables_refuse_it_too() -> None:
     body = model.model
     body.position_bias, body.position_gain = nn.Sequential(body.position_bias), nn.Sequential(body.position_gain)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    with pytest.raises(ValueError, match="use_reentrant=True.* cannot"):
+    with pytest.raises(ValueError, match=r"use_reentrant=True.* cannot"):
         model(ids, labels=ids)
 
 
