@@ -70,12 +70,14 @@ def parse_arguments(
     *,
     prog: str,
     description: str | None = None,
+    words: int = 0,
     common: Mapping[str, Any] | None = None,
     file: bool = True,
 ) -> Arguments:
     """Returns an instance of the dataclass `cls`: its defaults, overridden by the YAML file, overridden by the options.
 
     Args:
+        words: how many of the first fields may be given as words without their options, see `name_words`.
         common: values by name that override those of the file; options override both.
         file: whether a YAML file may stand among the options, which the help then tells.
 
@@ -84,7 +86,7 @@ def parse_arguments(
             default is missing, or a value of the file or of `common` is not of its argument's type.
         SystemExit: `--help` was given, or an option has a value that is not of its type.
     """
-    argv = name_words(argv, cls, 0) if file else list(argv)
+    argv = name_words(argv, cls, words) if file else list(argv)
     parser = make_parser(cls, prog=prog, description=description, file=file)
     if file and argv and argv[0].endswith(YAML_ENDINGS):
         _use_as_defaults(parser, cls, read_yaml(argv[0]), argv.pop(0))

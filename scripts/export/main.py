@@ -5,14 +5,15 @@ Run: `dynattn export torch|onnx|openvino|executorch MODEL DST [--option value]`
 
 from collections.abc import Sequence
 
-from ..common.arguments import name_words, parse_arguments
+from ..common.arguments import parse_arguments
 from .arguments import ExportArguments
 
 
 def main(argv: Sequence[str]) -> int:
     """Exports, and prints what was written and how it was verified."""
-    argv = name_words(argv, ExportArguments, 3)
-    arguments = parse_arguments(ExportArguments, argv, prog="dynattn export FORMAT MODEL DST", description=__doc__)
+    arguments = parse_arguments(
+        ExportArguments, argv, words=3, prog="dynattn export FORMAT MODEL DST", description=__doc__
+    )
     # This imports torch and Transformers, which help and a mistyped option need not wait for.
     from .job import export_checkpoint
 

@@ -9,14 +9,13 @@ the model without each term.
 
 from collections.abc import Sequence
 
-from ..common.arguments import name_words, parse_arguments
+from ..common.arguments import parse_arguments
 from .arguments import InspectArguments
 
 
 def main(argv: Sequence[str]) -> int:
     """Inspects a model and prints where the page is."""
-    argv = name_words(argv, InspectArguments, 1)
-    arguments = parse_arguments(InspectArguments, argv, prog="dynattn inspect MODEL", description=__doc__)
+    arguments = parse_arguments(InspectArguments, argv, words=1, prog="dynattn inspect MODEL", description=__doc__)
     # This imports torch and Transformers, which help and a mistyped option need not wait for.
     from .job import inspect
 

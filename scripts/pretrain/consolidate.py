@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..common.arguments import name_words, option, parse_arguments
+from ..common.arguments import option, parse_arguments
 from ..common.errors import UserError
 from ..common.folder_names import resolve_destination
 
@@ -37,9 +37,8 @@ class ConsolidateArguments:
 
 def main(argv: Sequence[str]) -> int:
     """Consolidates, reports, and returns the exit status."""
-    argv = name_words(argv, ConsolidateArguments, 2)
     arguments = parse_arguments(
-        ConsolidateArguments, argv, prog="dynattn convert consolidate SRC DST", description=__doc__
+        ConsolidateArguments, argv, words=2, prog="dynattn convert consolidate SRC DST", description=__doc__
     )
     print("\n".join(consolidate(arguments)))
     return 0

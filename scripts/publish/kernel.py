@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..common.arguments import name_words, parse_arguments
+from ..common.arguments import parse_arguments
 from ..common.atomic_file import write_json
 from ..common.atomic_folder import recover, staged_folder
 from ..common.errors import UserError
@@ -36,9 +36,7 @@ class KernelArguments:
 
 def main(argv: Sequence[str]) -> int:
     """Writes the repository and prints where it is."""
-    arguments = parse_arguments(
-        KernelArguments, name_words(argv, KernelArguments, 1), prog="dynattn kernel FOLDER", description=__doc__
-    )
+    arguments = parse_arguments(KernelArguments, argv, words=1, prog="dynattn kernel FOLDER", description=__doc__)
     folder = resolve_destination(arguments.output)
     write_kernel(folder)
     print(f"wrote {folder}: build/{', build/'.join(map(variant, BACKENDS))}")
