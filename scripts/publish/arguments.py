@@ -1,14 +1,13 @@
 """The options of `dynattn publish`."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from ..common.arguments import option
 from ..common.errors import UserError
-from ..common.folder_names import check_revision, resolve_destination, resolve_folder
+from ..common.folder_names import check_revision
 
 
 @dataclass
@@ -46,13 +45,3 @@ class PublishArguments:
         unused = [name for name in ("private", "revision", "commit_message") if getattr(self, name)]
         if unused:
             raise UserError(f"{', '.join(unused)} only matter for a push; give --repo NAME/MODEL, or leave them out")
-
-    @property
-    def destination(self) -> Path:
-        """The folder to write, as an absolute path.
-
-        Raises:
-            UserError: there can be no such folder.
-        """
-        beside = f"{resolve_folder(self.checkpoint)}-hub"
-        return resolve_destination(beside if self.output is None else self.output)

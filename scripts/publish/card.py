@@ -167,7 +167,7 @@ def _complete_metadata(data: Any, checkpoint: Checkpoint, license_name: str | No
 
 
 def _add_scores(data: Any, checkpoint: Checkpoint, name: str, evaluation: str) -> None:
-    kind, parameters = checkpoint.config.model_type, checkpoint.weights.total
+    kind, parameters = checkpoint.config.model_type, checkpoint.elements.total()
     weights = weights_sha256(checkpoint.folder)
     scores = read_evaluation(Path(evaluation), model_type=kind, parameters=parameters, weights=weights)
     data.model_name = data.model_name or name.rpartition("/")[2]
@@ -179,7 +179,7 @@ def _render(checkpoint: Checkpoint, name: str) -> str:
     return RENDERED.format(
         name=name,
         summary=docstring.strip().splitlines()[0],
-        parameters=", ".join(f"{count:,} {kind}" for kind, count in checkpoint.weights.elements.most_common()),
+        parameters=", ".join(f"{count:,} {kind}" for kind, count in checkpoint.elements.most_common()),
         usage=_usage(checkpoint, name),
         architecture=table(["field", "value"], _architecture(checkpoint.config)),
         limits=LIMITS[checkpoint.reads],

@@ -1,5 +1,7 @@
 """Reads the checkpoint to publish, and refuses one that would not work elsewhere."""
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,10 +11,19 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from dynattn.families import FAMILIES, Family, family_of
 from dynattn.remote_code import registered_classes, travels
 
-from ..common.checkpoint_files import COMPANION_PATTERNS, TOKENIZER_PATTERNS, check_sizes, matching_files, read_config
+from ..common.checkpoint_files import (
+    COMPANION_PATTERNS,
+    TOKENIZER_PATTERNS,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    check_sizes,
+    matching_files,
+    read_config,
+)
 from ..common.errors import UserError, last_line, refusal_of
 from ..common.folder_names import resolve_folder
-from .weights import Weights, read_weights
+from ..common.safetensors_files import StoredTensor, read_header
+from ..common.weight_files import check_places, find_weight_files
 
 PICTURES = ("*.png", "*.svg")  # of the card
 
@@ -25,7 +36,7 @@ class Checkpoint:
     config: PreTrainedConfig
     auto_class: str  # the Auto class of its architecture, such as "AutoModelForCausalLM"
     model_class: type
-    weights: Weights
+    elements: Counter[str]  # of the weights, by dtype
     tokenizer: PreTrainedTokenizerBase | None
     files_to_copy: list[str]  # what is published unchanged: weights, tokenizer, license, pictures of the card ...
 
@@ -53,8 +64,8 @@ def read_checkpoint(path: str) -> Checkpoint:
     folder = resolve_folder(path)
     raw = read_config(folder)
     config_class = _find_config_class(raw.get("model_type"), folder)
-    weights = read_weights(folder)
-    check_sizes(raw, {name: tensor.shape for name, tensor in weights.tensors.items()})
+    weight_files, tensors = _read_headers(folder)
+    check_sizes(raw, {name: tensor.shape for name, tensor in tensors.items()})
     try:
         config = config_class.from_pretrained(folder)
     except Exception as error:  # Transformers checks few fields, so bad values raise errors of many types
@@ -62,19 +73,34 @@ def read_checkpoint(path: str) -> Checkpoint:
             f"{folder / 'config.json'} is not a valid {config_class.__name__}: {refusal_of(error)}"
         ) from error
     auto_class, model_class = _find_model_class(config, folder)
-    tokenizer = _load_tokenizer(folder)
-    rows = getattr(config, "vocab_size", 0)
-    if tokenizer is not None and len(tokenizer) > rows:
-        raise UserError(
-            f"the tokenizer in {folder} has {len(tokenizer)} tokens but the model embeds {rows}; "
-            "put the tokenizer there that the model was trained with"
-        )
+    tokenizer = _load_tokenizer(folder, rows=getattr(config, "vocab_size", 0))
     patterns = (*COMPANION_PATTERNS, *PICTURES, *(TOKENIZER_PATTERNS if tokenizer is not None else ()))
-    files = list(dict.fromkeys([*weights.files, *matching_files(folder, patterns)]))
+    files = list(dict.fromkeys([*weight_files, *matching_files(folder, patterns)]))
     # Some trainers also write the copies of the embedding that a model with a tied head makes by itself.
     is_tied = getattr(config, "tie_word_embeddings", False)
     copies = (is_tied and getattr(model_class, "_tied_weights_keys", None)) or {}
-    return Checkpoint(folder, config, auto_class, model_class, weights.without(copies), tokenizer, files)
+    elements = Counter[str]()
+    for name, tensor in tensors.items():
+        if name not in copies:
+            elements[tensor.dtype] += math.prod(tensor.shape)
+    return Checkpoint(folder, config, auto_class, model_class, elements, tokenizer, files)
+
+
+def _read_headers(folder: Path) -> tuple[list[str], dict[str, StoredTensor]]:
+    """Finds the weights as Transformers does; returns their files, an index included, and what headers say of tensors.
+
+    Raises:
+        UserError: there are no weights, or a file is missing, damaged, a link to elsewhere or not what its index says.
+    """
+    if not (folder / WEIGHTS).is_file() and not (folder / WEIGHTS_INDEX).is_file():
+        others = sorted(path.name for pattern in ("*.bin", "*.safetensors") for path in folder.glob(pattern))
+        found = f" (there is {others[0]})" if others else ""
+        raise UserError(f"{folder} has neither {WEIGHTS} nor {WEIGHTS_INDEX}{found}; write them with `save_pretrained`")
+    files, placed = find_weight_files(folder)
+    headers = {path: read_header(path) for path in files}
+    check_places(headers, placed)
+    tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
+    return [*(path.name for path in files), *([WEIGHTS_INDEX] if placed else [])], tensors
 
 
 def _find_config_class(model_type: str | None, folder: Path) -> type[PreTrainedConfig]:
@@ -98,10 +124,17 @@ def _find_model_class(config: PreTrainedConfig, folder: Path) -> tuple[str, type
     return by_name[architecture]
 
 
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+def _load_tokenizer(folder: Path, rows: int) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in a folder, if there is one, of a model that embeds `rows` tokens."""
     if not matching_files(folder, TOKENIZER_PATTERNS):
         return None
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception for a damaged file
         raise UserError(f"the tokenizer in {folder} does not load: {last_line(error)}") from error
+    if len(tokenizer) > rows:
+        raise UserError(
+            f"the tokenizer in {folder} has {len(tokenizer)} tokens but the model embeds {rows}; "
+            "put the tokenizer there that the model was trained with"
+        )
+    return tokenizer

@@ -1,5 +1,6 @@
 """The job: checks the checkpoint, writes a temporary folder, verifies it, moves it into place, and pushes it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from dynattn.remote_code import write_code
 from ..common.atomic_file import write_json
 from ..common.atomic_folder import claim_destination, staged_folder
 from ..common.checkpoint_files import copy_files, file_sizes, read_config, without_code
+from ..common.folder_names import resolve_destination, resolve_folder
 from .arguments import PublishArguments
 from .card import make_card
 from .checkpoint import Checkpoint, read_checkpoint
@@ -26,6 +28,30 @@ class Publication:
     url: str | None
     left_out: list[str]  # files of the checkpoint that do not belong into a published folder
 
+    def report(self, repo: str | None) -> Iterator[str]:
+        """The lines to print: checkpoint, check, files, and where they were pushed, or for a dry run would be."""
+        yield f"checkpoint  {self.checkpoint.model_class.__name__}, {self.checkpoint.elements.total():,} parameters"
+        if self.check is not None:
+            yield f"verified    without the package: {', '.join(self.check.compared)}, saved and loaded again"
+            yield f"            largest difference {self.check.max_difference:.1e}"
+        yield f"written     {self.folder}"
+        for name, size in self.sizes.items():
+            yield f"{size:>14,}  {name}"
+        if self.url is not None:
+            yield f"pushed      {self.url}"
+        elif repo is not None:
+            total = sum(self.sizes.values())
+            yield f"dry run     would upload these {len(self.sizes)} files, {total:,} bytes, to {repo}"
+
+    def warnings(self) -> Iterator[str]:
+        """What a user should know about the published folder."""
+        if self.checkpoint.tokenizer is None:
+            yield "the checkpoint has no tokenizer; users must bring their own"
+        if self.check is None:
+            yield "the folder was not verified"
+        if self.left_out:
+            yield f"left out {', '.join(self.left_out)}"
+
 
 def publish(arguments: PublishArguments) -> Publication:
     """Makes a self-contained folder from a checkpoint, verifies it, and pushes it if a repository is named.
@@ -34,7 +60,8 @@ def publish(arguments: PublishArguments) -> Publication:
         UserError: the checkpoint cannot be published, the destination cannot be written, the folder does not work on
             its own, or the push fails. Unless it was the push, the destination is as it was before.
     """
-    destination = arguments.destination
+    beside = f"{resolve_folder(arguments.checkpoint)}-hub"
+    destination = resolve_destination(beside if arguments.output is None else arguments.output)
     checkpoint = read_checkpoint(arguments.checkpoint)
     check_free = claim_destination(destination, checkpoint.folder, arguments.overwrite)
     repo = None if arguments.dry_run else arguments.repo

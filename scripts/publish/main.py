@@ -6,21 +6,19 @@ Run: `dynattn publish CHECKPOINT [--output FOLDER] [--repo NAME/MODEL] [--dry_ru
 import sys
 from collections.abc import Sequence
 
-from ..common.arguments import name_words, parse_arguments
+from ..common.arguments import parse_arguments
 from ..common.errors import printable
 from .arguments import PublishArguments
 
 
 def main(argv: Sequence[str]) -> int:
     """Publishes and prints what was written, verified and pushed."""
-    argv = name_words(argv, PublishArguments, 1)
-    arguments = parse_arguments(PublishArguments, argv, prog="dynattn publish CHECKPOINT", description=__doc__)
-    # These import torch and Transformers, which help and a mistyped option need not wait for.
+    arguments = parse_arguments(PublishArguments, argv, words=1, prog="dynattn publish CHECKPOINT", description=__doc__)
+    # This imports torch and Transformers, which help and a mistyped option need not wait for.
     from .job import publish
-    from .report import describe, warnings
 
     publication = publish(arguments)
-    for warning in warnings(publication):
+    for warning in publication.warnings():
         print(f"warning: {printable(warning)}", file=sys.stderr)
-    print("\n".join(map(printable, describe(publication, arguments))))
+    print("\n".join(map(printable, publication.report(arguments.repo))))
     return 0
