@@ -5,7 +5,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,29 +21,11 @@ from .arguments import ExportArguments
 from .checkpoint import load_checkpoint
 from .formats import FORMATS, Format
 from .graphs import export_graphs
-from .proof import Proof, make_prompt, prove
+from .proof import make_prompt, prove
 
 
-@dataclass(frozen=True)
-class Export:
-    """A finished export: what was read, written and proved."""
-
-    folder: Path
-    model: str
-    sizes: dict[str, int]  # bytes of each file
-    proof: Proof
-
-    def report(self) -> Iterator[str]:
-        """The lines to print after the export."""
-        yield f"{'read':<12}{self.model}"
-        for name, size in self.sizes.items():
-            yield f"{size:>14,}  {name}"
-        yield f"{'verified':<12}{self.proof.describe()}"
-        yield f"{'written':<12}{self.folder}"
-
-
-def export_checkpoint(arguments: ExportArguments) -> Export:
-    """Exports one checkpoint; unless everything succeeds, the destination stays as it was.
+def export_checkpoint(arguments: ExportArguments) -> list[str]:
+    """Exports one checkpoint and returns what was done, line by line; if it fails, the destination stays as it was.
 
     Raises:
         UserError: the checkpoint cannot be exported, the destination cannot be written, a package is missing, or the
@@ -58,13 +39,13 @@ def export_checkpoint(arguments: ExportArguments) -> Export:
         model = load_checkpoint(source)
         if matching_files(source, TOKENIZER_PATTERNS):
             check_vocabulary(model, load_tokenizer(str(source)))
-        description = f"{type(model).__name__}, {model.num_parameters():,} parameters"
         prompt, mask = make_prompt(model.config, arguments.tokens, arguments.seed)
         write_graphs(staging, model, target)
         proof = prove(staging, target, model, prompt, mask, arguments.tokens)
         copy_files(matching_files(source, TOKENIZER_PATTERNS), source, staging)
-        sizes = file_sizes(staging)
-    return Export(destination, description, sizes, proof)
+        sizes = [f"{size:>14,}  {name}" for name, size in file_sizes(staging).items()]
+    read = f"{type(model).__name__}, {model.num_parameters():,} parameters"
+    return [f"read        {read}", *sizes, f"verified    {proof.describe()}", f"written     {destination}"]
 
 
 def write_graphs(folder: Path, model: PreTrainedModel, target: Format) -> None:

@@ -17,5 +17,5 @@ def main(argv: Sequence[str]) -> int:
     # This imports torch and Transformers, which help and a mistyped option need not wait for.
     from .job import export_checkpoint
 
-    print("\n".join(export_checkpoint(arguments).report()))
+    print("\n".join(export_checkpoint(arguments)))
     return 0
