@@ -15,7 +15,11 @@ def offline_if_unreachable() -> Iterator[bool]:
 
     Without this, every look-up retries for about 25 seconds before it gives up.
     """
-    reachable = hub_is_reachable()
+    try:
+        get_session().head(constants.ENDPOINT, timeout=TIMEOUT_SECONDS)
+        reachable = True
+    except Exception:  # the exception's class depends on the HTTP client of the installed huggingface_hub
+        reachable = False  # as without a request if `HF_HUB_OFFLINE` is set
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     if not reachable:
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
@@ -23,12 +27,3 @@ def offline_if_unreachable() -> Iterator[bool]:
         yield reachable
     finally:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
-
-
-def hub_is_reachable() -> bool:
-    """Whether the Hub answers within `TIMEOUT_SECONDS`; False without a request if `HF_HUB_OFFLINE` is set."""
-    try:
-        get_session().head(constants.ENDPOINT, timeout=TIMEOUT_SECONDS)
-    except Exception:  # the exception's class depends on the HTTP client of the installed huggingface_hub
-        return False
-    return True
