@@ -10,9 +10,6 @@ from torch import Tensor
 
 from dynattn.modeling.ops.dcmha.chunked.composers.stepwise import same_group
 from dynattn.modeling.ops.dcmha.composition import SIDES, Composition
-from dynattn.modeling.ops.dcmha.eager import AttentionMaps
-from dynattn.modeling.ops.distance_tables import NO_TABLES, DistanceTables, at_distances
-from dynattn.modeling.ops.masking import key_distances
 
 # The fields of `Composition` that make each term.
 TERMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -107,23 +104,6 @@ def head_similarity(maps: Tensor, visible: Tensor) -> float:
     cosines = rows @ rows.T
     heads = len(rows)
     return ((cosines.sum() - cosines.trace()) / (heads * (heads - 1))).item()
-
-
-def maps_around(stage: str, maps: AttentionMaps, tables: DistanceTables = NO_TABLES) -> tuple[Tensor, Tensor]:
-    """The maps `[B, H, T, S]` that a stage mixes, and those that it makes.
-
-    The maps of the op lack two things that a stage mixes, which are added here: before the softmax a bias by distance
-    (if it is composed), and after it the gain by distance.
-    """
-    names = ("scores", "composed_scores") if stage == "pre" else ("probs", "composed_probs")
-    before, after = (getattr(maps, name) for name in names)
-    queries, keys = before.shape[2:]
-    distance = key_distances(queries, keys, tables.offset, before.device)
-    if stage == "pre" and tables.bias is not None and tables.compose_bias:
-        before = before + at_distances(tables.bias, distance)
-    if stage == "post" and tables.gain is not None:
-        before = before * at_distances(tables.gain, distance)
-    return before, after
 
 
 def without_term(stage: Composition, term: str) -> Composition | None:

@@ -12,10 +12,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from dynattn.modeling.layers.attention_interface import attention_function, compact_mask
 from dynattn.modeling.ops.dcmha.composition import Composition
 from dynattn.modeling.ops.dcmha.eager import AttentionMaps, dcmha_eager
-from dynattn.modeling.ops.distance_tables import NO_TABLES, DistanceTables
-from dynattn.modeling.ops.masking import both, split_mask, visible_keys, with_first_keys
-
-from .composition_measures import maps_around
+from dynattn.modeling.ops.distance_tables import NO_TABLES, DistanceTables, at_distances
+from dynattn.modeling.ops.masking import both, key_distances, split_mask, visible_keys, with_first_keys
 
 IMPLEMENTATION = "observed"
 STAGES = ("pre", "post")
@@ -34,8 +32,20 @@ class LayerObservation:
     tables: DistanceTables = NO_TABLES
 
     def around(self, stage: str) -> tuple[Tensor, Tensor]:
-        """The maps `[1, H, T, T]` before and after a stage."""
-        return maps_around(stage, self.maps, self.tables)
+        """The maps `[1, H, T, T]` that a stage mixes, and those that it makes.
+
+        The maps of the op lack two things that a stage mixes, which are added here: before the softmax a bias by
+        distance (if it is composed), and after it the gain by distance.
+        """
+        names = ("scores", "composed_scores") if stage == "pre" else ("probs", "composed_probs")
+        before, after = (getattr(self.maps, name) for name in names)
+        queries, keys = before.shape[2:]
+        distance = key_distances(queries, keys, self.tables.offset, before.device)
+        if stage == "pre" and self.tables.bias is not None and self.tables.compose_bias:
+            before = before + at_distances(self.tables.bias, distance)
+        if stage == "post" and self.tables.gain is not None:
+            before = before * at_distances(self.tables.gain, distance)
+        return before, after
 
 
 @contextmanager
