@@ -75,13 +75,11 @@ def _package(requirement: Requirement, extra: str | None) -> Finding:
     fix = f"pip install 'dynattn[{extra}]'" if extra else f"pip install '{requirement.name}{requirement.specifier}'"
     absent: Literal["missing", "fails"] = "missing" if extra else "fails"
     subject = requirement.name + (f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else "")
-    try:
-        found = version(requirement.name)
-    except PackageNotFoundError:
+    if (found := _version(requirement.name)) is None:
         return Finding(absent, subject, f"not installed; {fix}")
     if not requirement.specifier.contains(found, prereleases=True):
         return Finding(absent, subject, f"{found}, needs {requirement.specifier}; {fix}")
-    if lacking := [name for name in _brought_by_extras(requirement) if not _is_installed(name)]:
+    if lacking := [name for name in _brought_by_extras(requirement) if _version(name) is None]:
         return Finding(absent, subject, f"{found}, without {', '.join(lacking)}; {fix}")
     return Finding("ok", subject, found)
 
@@ -94,11 +92,12 @@ def _brought_by_extras(requirement: Requirement) -> Iterator[str]:
             yield part.name
 
 
-def _is_installed(name: str) -> bool:
+def _version(name: str) -> str | None:
+    """The version of a package; None if it is not installed."""
     try:
-        return bool(version(name))
+        return version(name)
     except PackageNotFoundError:
-        return False
+        return None
 
 
 def _devices() -> Iterator[Finding]:
