@@ -191,27 +191,23 @@ def build_telling_server(ends: ExitStack, *args: Any, **kwargs: Any) -> FastAPI:
     manager.load_model_streaming = partial(load_unless_pinned, manager)
     ends.callback(stop_batching, kwargs["generation_state"])
     application = build_server(*args, **kwargs)
-    application.add_exception_handler(ValueError, lambda _, error: refusal(400, str(error)))
-    application.add_exception_handler(RequestValidationError, lambda _, error: refusal(400, malformation(error)))
     # What Transformers reads without a check: a field that is missing, has another type, or is an infinite number.
-    application.add_exception_handler(KeyError, lambda _, error: refusal(400, f"the request lacks {error}"))
-    for kind in (TypeError, AttributeError, OverflowError):
-        application.add_exception_handler(kind, lambda _, error: refusal(400, f"the request is malformed: {error}"))
-    # What a chat template refuses, such as a role that it does not know.
-    application.add_exception_handler(TemplateError, lambda _, error: refusal(400, f"the chat template: {error}"))
-    # An OSError without a number is Transformers' own, for a model that does not exist; others are faults of a disk.
-    application.add_exception_handler(
-        OSError, lambda _, error: refusal(404 if error.errno is None else 500, first_line(error))
-    )
-    # Starlette's own class, from which FastAPI's inherits: also for a path or method that no endpoint has.
-    application.add_exception_handler(
-        HTTPException, lambda _, error: refusal(error.status_code, str(error.detail), error.headers)
-    )
-    # Any other failure, such as one inside the model; Starlette still logs its traceback.
-    application.add_exception_handler(
-        Exception, lambda _, error: refusal(500, f"the server failed: {type(error).__name__}: {first_line(error)}")
-    )
-    application.add_exception_handler(CBWorkerDeadError, lambda _, error: refusal(503, str(error)))
+    unchecked = (TypeError, AttributeError, OverflowError)
+    application.exception_handlers |= {
+        ValueError: lambda _, error: refusal(400, str(error)),
+        RequestValidationError: lambda _, error: refusal(400, malformation(error)),
+        KeyError: lambda _, error: refusal(400, f"the request lacks {error}"),
+        **dict.fromkeys(unchecked, lambda _, error: refusal(400, f"the request is malformed: {error}")),
+        # What a chat template refuses, such as a role that it does not know.
+        TemplateError: lambda _, error: refusal(400, f"the chat template: {error}"),
+        # An OSError without a number is Transformers' own, for a model that does not exist; others come from a disk.
+        OSError: lambda _, error: refusal(404 if error.errno is None else 500, first_line(error)),
+        # Starlette's own class, from which FastAPI's inherits: also for a path or method that no endpoint has.
+        HTTPException: lambda _, error: refusal(error.status_code, str(error.detail), error.headers),
+        # Any other failure, such as one inside the model; Starlette still logs its traceback.
+        Exception: lambda _, error: refusal(500, f"the server failed: {type(error).__name__}: {first_line(error)}"),
+        CBWorkerDeadError: lambda _, error: refusal(503, str(error)),
+    }
     return application
 
 
