@@ -41,11 +41,11 @@ def export_checkpoint(arguments: ExportArguments) -> list[str]:
             check_vocabulary(model, load_tokenizer(str(source)))
         prompt, mask = make_prompt(model.config, arguments.tokens, arguments.seed)
         write_graphs(staging, model, target)
-        proof = prove(staging, target, model, prompt, mask, arguments.tokens)
+        outcome = prove(staging, target, model, prompt, mask, arguments.tokens)
         copy_files(matching_files(source, TOKENIZER_PATTERNS), source, staging)
         sizes = [f"{size:>14,}  {name}" for name, size in file_sizes(staging).items()]
     read = f"{type(model).__name__}, {model.num_parameters():,} parameters"
-    return [f"read        {read}", *sizes, f"verified    {proof.describe()}", f"written     {destination}"]
+    return [f"read        {read}", *sizes, f"verified    {outcome}", f"written     {destination}"]
 
 
 def write_graphs(folder: Path, model: PreTrainedModel, target: Format) -> None:
