@@ -52,7 +52,8 @@ class Finding:
 def examine() -> list[Finding]:
     """Looks at everything, without the network."""
     here = Finding("ok", "dynattn", f"{__version__}, Python {platform.python_version()} on {platform.platform()}")
-    return [here, *_packages(), *_devices(), _native_code(), _default_implementation(), *_environment()]
+    variables = [Finding("ok", name, os.environ[name]) for name in VARIABLES if name in os.environ]
+    return [here, *_packages(), *_devices(), _native_code(), _default_implementation(), *variables]
 
 
 def _packages() -> Iterator[Finding]:
@@ -135,9 +136,3 @@ def _native_code() -> Finding:
 def _default_implementation() -> Finding:
     composed, plain = (resolve_implementation(None, composed=composed) for composed in (True, False))
     return Finding("ok", "attention", f"by default {composed!r} for composed heads, {plain!r} without composition")
-
-
-def _environment() -> Iterator[Finding]:
-    for name in VARIABLES:
-        if name in os.environ:
-            yield Finding("ok", name, os.environ[name])
