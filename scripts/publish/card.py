@@ -16,11 +16,12 @@ from transformers import PreTrainedConfig
 
 from dynattn.remote_code import root_of
 
-from ..common.checkpoint_files import require_inside, weights_sha256
+from ..common.checkpoint_files import require_inside
 from ..common.errors import UserError, last_line
 from ..common.folder_names import may_be_on_the_hub
 from ..common.markdown import table
 from ..common.yaml_files import check_size
+from .arguments import PublishArguments
 from .checkpoint import Checkpoint
 from .evaluation_metadata import merge_evaluation, read_evaluation
 
@@ -103,24 +104,24 @@ from transformers import {imports}
 """
 
 
-def make_card(checkpoint: Checkpoint, *, repo: str | None, license_name: str | None, evaluation: str | None) -> str:
+def make_card(checkpoint: Checkpoint, arguments: PublishArguments) -> str:
     """Returns the text of README.md.
 
-    Args:
-        checkpoint: if it has a README.md, that is kept, and metadata or instructions for loading are added if missing.
-        repo: what users pass to `from_pretrained`, if it is known, in place of the name of the checkpoint's folder;
-            also the title of a rendered card.
-        license_name: license of the weights; None keeps the license of the card, if it has one.
-        evaluation: results of `dynattn evaluate` to add to the metadata of the card.
+    If the checkpoint has one, that is kept, and metadata or instructions for loading are added if missing. The title of
+    a rendered card, and what users pass to `from_pretrained`, is the repository or, without one, the folder's name.
 
     Raises:
         UserError: the checkpoint's README.md is not a valid model card, or the results are of another model.
     """
+    repo = arguments.repo
     name, readme = repo or checkpoint.folder.name, checkpoint.folder / "README.md"
     card = _read_card(readme) if readme.is_file() else ModelCard(_render(checkpoint, name))
-    _complete_metadata(card.data, checkpoint, license_name)
-    if evaluation is not None:
-        _add_scores(card.data, checkpoint, name, evaluation)
+    data: Any = card.data  # whose fields are not declared
+    _complete_metadata(data, checkpoint, arguments.license)
+    if arguments.evaluation is not None:
+        scores = read_evaluation(Path(arguments.evaluation), checkpoint)
+        data.model_name = data.model_name or name.rpartition("/")[2]
+        data.eval_results = merge_evaluation(data.eval_results or [], scores, data.model_name)
     if repo is not None:
         card.text = card.text.replace(PLACEHOLDER, _quote(repo))
     if f"import {root_of(type(checkpoint.config))}" not in card.text or "trust_remote_code=True" not in card.text:
@@ -164,14 +165,6 @@ def _complete_metadata(data: Any, checkpoint: Checkpoint, license_name: str | No
     tags = [data.tags] if isinstance(data.tags, str) else list(data.tags or [])
     wanted = ["dynattn", checkpoint.config.model_type, "custom_code", f"arxiv:{checkpoint.family.paper}"]
     data.tags = tags + [tag for tag in wanted if tag not in tags]
-
-
-def _add_scores(data: Any, checkpoint: Checkpoint, name: str, evaluation: str) -> None:
-    kind, parameters = checkpoint.config.model_type, checkpoint.elements.total()
-    weights = weights_sha256(checkpoint.folder)
-    scores = read_evaluation(Path(evaluation), model_type=kind, parameters=parameters, weights=weights)
-    data.model_name = data.model_name or name.rpartition("/")[2]
-    data.eval_results = merge_evaluation(data.eval_results or [], scores, data.model_name)
 
 
 def _render(checkpoint: Checkpoint, name: str) -> str:

@@ -10,24 +10,26 @@ from typing import Any
 from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
 
+from ..common.checkpoint_files import weights_sha256
 from ..common.errors import UserError
+from .checkpoint import Checkpoint
 
 # Names of metrics on the Hub; others keep lm-eval's.
 METRICS = {"acc": "accuracy", "acc_norm": "accuracy"}
 HARNESS = ("lm-evaluation-harness", "https://github.com/EleutherAI/lm-evaluation-harness")
 
 
-def read_evaluation(path: Path, *, model_type: str, parameters: int, weights: str | None) -> list[EvalResult]:
+def read_evaluation(path: Path, checkpoint: Checkpoint) -> list[EvalResult]:
     """The scores of an evaluation, one for each task, number of examples and metric.
+
+    Scores of earlier versions, and of a model that was loaded from the Hub, name no digest of weights.
 
     Args:
         path: `results.json`, or the folder that holds it.
-        model_type, parameters: the type and size of the model that the scores must belong to.
-        weights: the digest of its weights. Scores that name another are refused; those of earlier versions, and of a
-            model that was loaded from the Hub, name none.
 
     Raises:
-        UserError: there is no such file, it holds something else, or its scores are another model's.
+        UserError: there is no such file, it holds something else, or its scores are those of another model than the
+            checkpoint's.
     """
     file = path / "results.json" if path.is_dir() else path
     try:
@@ -39,10 +41,11 @@ def read_evaluation(path: Path, *, model_type: str, parameters: int, weights: st
         raise UserError(
             f"{file} holds no scores of tasks, as dynattn evaluate --model MODEL --tasks NAME writes them ({error!r})"
         ) from error
-    if scored != (model_type, parameters):
-        theirs, ours = (f"a {kind} of {count:,} parameters" for kind, count in (scored, (model_type, parameters)))
+    model = checkpoint.config.model_type, checkpoint.elements.total()
+    if scored != model:
+        theirs, ours = (f"a {kind} of {count:,} parameters" for kind, count in (scored, model))
         raise UserError(f"the scores in {file} are of {theirs}, and the checkpoint is {ours}; evaluate it")
-    if scored_weights not in (None, weights):
+    if scored_weights not in (None, weights_sha256(checkpoint.folder)):
         raise UserError(f"the scores in {file} are of other weights than those of the checkpoint; evaluate it")
     return found
 

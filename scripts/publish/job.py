@@ -91,5 +91,4 @@ def write_folder(folder: Path, checkpoint: Checkpoint, arguments: PublishArgumen
     config = {**without_code(read_config(checkpoint.folder)), "auto_map": checkpoint.config.auto_map}
     config.pop("_name_or_path", None)  # where old versions of Transformers read it, perhaps a path on some machine
     write_json(folder / "config.json", config, sort_keys=True)
-    card = make_card(checkpoint, repo=arguments.repo, license_name=arguments.license, evaluation=arguments.evaluation)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    (folder / "README.md").write_text(make_card(checkpoint, arguments), encoding="utf-8")
