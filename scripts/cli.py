@@ -166,7 +166,11 @@ def import_modules(argv: Sequence[str]) -> list[str]:
     if "" not in sys.path:
         sys.path.insert(0, "")
     for name in names:
-        _import_module(name)
+        try:
+            import_module(name)
+        except Exception as error:  # a module of the user's can fail in any way
+            reason = f"{type(error).__name__}: {last_line(error)}"
+            raise UserError(f"--import {name}: {reason}; modules of {Path.cwd()} can be imported too") from error
     return rest
 
 
@@ -181,14 +185,6 @@ def split_imports(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             rest.append(word)
     return rest, names
-
-
-def _import_module(name: str) -> None:
-    try:
-        import_module(name)
-    except Exception as error:  # a module of the user's can fail in any way
-        reason = f"{type(error).__name__}: {last_line(error)}"
-        raise UserError(f"--import {name}: {reason}; modules of {Path.cwd()} can be imported too") from error
 
 
 if __name__ == "__main__":
