@@ -18,8 +18,8 @@ def offline_if_unreachable() -> Iterator[bool]:
     try:
         get_session().head(constants.ENDPOINT, timeout=TIMEOUT_SECONDS)
         reachable = True
-    except Exception:  # the exception's class depends on the HTTP client of the installed huggingface_hub
-        reachable = False  # as without a request if `HF_HUB_OFFLINE` is set
+    except Exception:  # the class depends on the HTTP client; with `HF_HUB_OFFLINE` set, it comes without a request
+        reachable = False
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     if not reachable:
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
