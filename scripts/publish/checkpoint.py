@@ -36,7 +36,7 @@ class Checkpoint:
     config: PreTrainedConfig
     auto_class: str  # the Auto class of its architecture, such as "AutoModelForCausalLM"
     model_class: type
-    elements: Counter[str]  # of the weights, by dtype
+    elements: Counter[str]  # of the weights, by dtype; copies of a tied embedding do not count
     tokenizer: PreTrainedTokenizerBase | None
     files_to_copy: list[str]  # what is published unchanged: weights, tokenizer, license, pictures of the card ...
 
