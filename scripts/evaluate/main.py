@@ -8,14 +8,14 @@ Run: `dynattn evaluate CHECKPOINT [--suite builtin|dcformer|pythia | --tasks NAM
 import logging
 from collections.abc import Sequence
 
-from ..common.arguments import name_words, parse_arguments
+from ..common.arguments import parse_arguments
 from .arguments import EvaluateArguments
 
 
 def main(argv: Sequence[str]) -> int:
     """Evaluates, prints the table and writes it on request; returns 1 if no task could be run."""
-    argv = name_words(argv, EvaluateArguments, 1)
-    arguments = parse_arguments(EvaluateArguments, argv, prog="dynattn evaluate CHECKPOINT", description=__doc__)
+    prog = "dynattn evaluate CHECKPOINT"
+    arguments = parse_arguments(EvaluateArguments, argv, prog=prog, description=__doc__, words=1)
     if arguments.kind == "tasks":
         return run(arguments)
     if arguments.kind == "--suite long":

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...common.arguments import name_words, parse_arguments
+from ...common.arguments import parse_arguments
 from .arguments import ConversionArguments
 
 if TYPE_CHECKING:  # only for annotations: the driver needs torch
@@ -41,7 +41,7 @@ def conversion_main(
 
 def parse_with_folders(cls: type[Arguments], argv: Sequence[str], prog: str, description: str | None) -> Arguments:
     """Parses arguments whose first two fields may be given by position, and turns off Transformers' progress bars."""
-    arguments = parse_arguments(cls, name_words(argv, cls, 2), prog=prog, description=description)
+    arguments = parse_arguments(cls, argv, prog=prog, description=description, words=2)
 
     from transformers.utils.logging import disable_progress_bar
 
