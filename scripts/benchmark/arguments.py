@@ -73,7 +73,6 @@ class BenchmarkArguments:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} must be at least 1, not {value}")
-        self.device = self.device or ("cpu" if self.preset is None else "cuda")
         check_seed("seed", self.seed)
         check_positive(self, ["budget"])
         if self.window is None and self.layer_types != "L":
@@ -88,6 +87,11 @@ class BenchmarkArguments:
             raise UserError(f"--parts {' '.join(self.parts)} are parts of a preset; add --preset gpu")
         for shape in split_at_commas(self.shapes or []):
             parse_shape(shape)
+
+    @property
+    def device_name(self) -> str:
+        """The device, also where none is given."""
+        return self.device or ("cpu" if self.preset is None else "cuda")
 
 
 def split_at_commas(values: list[str]) -> list[str]:

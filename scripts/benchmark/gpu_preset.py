@@ -120,7 +120,7 @@ GPU = (
 
 def options_of(part: PresetPart, arguments: BenchmarkArguments) -> BenchmarkArguments:
     """The arguments of a part; by default bfloat16."""
-    shared = {"dtype": "bfloat16", "budget": arguments.budget or 40.0}
+    shared = {"dtype": "bfloat16", "device": arguments.device_name, "budget": arguments.budget or 40.0}
     return replace(arguments, preset=None, parts=None, **{**shared, **part.options})
 
 
@@ -134,7 +134,7 @@ def check_preset(arguments: BenchmarkArguments) -> None:
     names = [part.name for part in GPU]
     if unknown := [name for name in arguments.parts or [] if name not in names]:
         raise UserError(f"the preset has no part {unknown[0]!r}; its parts are {', '.join(names)}")
-    if not str(arguments.device).startswith("cuda"):
+    if not arguments.device_name.startswith("cuda"):
         raise UserError(
             f"--preset gpu, but --device {arguments.device} is no GPU; give cuda or cuda:1 ..., or measure without the "
             "preset"
@@ -221,7 +221,7 @@ def _run_part(part: PresetPart, arguments: BenchmarkArguments, folder: Path, run
     except Exception as error:  # memory may not suffice for inputs, and compilers raise exceptions of any type
         traceback.print_exc()
         print(f"\nthe part {part.name} is left unfinished: {error}")
-        check_device(torch.device(str(options.device)), first_line(error))
+        check_device(torch.device(options.device_name), first_line(error))
         return False
 
 
@@ -243,7 +243,7 @@ def _tune_once(
     except Exception as error:  # without its references nothing can be tuned, and the constants stay as they are
         traceback.print_exc()
         print(f"\nnothing is tuned: {error}")
-        check_device(torch.device(str(arguments.device)), first_line(error))
+        check_device(torch.device(arguments.device_name), first_line(error))
         tuning = Tuning({}, log.made, finished=False)
     write_json(file, tuning.as_record(), indent=1)
     return tuning

@@ -60,7 +60,7 @@ TENSOR_CORE_CONSTANTS = (
 
 def compile_trials(arguments: BenchmarkArguments) -> Precompilation:
     """Begins to compile what the tuner will try if the kernels on the tensor cores are the faster ones."""
-    device = torch.device(str(arguments.device))
+    device = torch.device(arguments.device_name)
     major, minor = torch.cuda.get_device_capability(device)
     trials: list[dict[TunableConstant, Any]] = [{}]
     trials += [{constant: value} for constant in (FAMILY, *TENSOR_CORE_CONSTANTS) for value in constant.values]

@@ -50,7 +50,7 @@ def read_settings(arguments: BenchmarkArguments) -> BenchmarkSettings:
     quick = arguments.quick
     return BenchmarkSettings(
         dtype=getattr(torch, arguments.dtype),
-        device=_device(str(arguments.device)),
+        device=_device(arguments.device_name),
         window=arguments.window,
         batch_size=arguments.batch_size,
         seed=arguments.seed,
