@@ -1,7 +1,7 @@
 """Conversion as a library: `convert_official(OfficialArguments(source=..., destination=...))`,
 `convert_rcmha(RCMHAArguments(source=..., destination=...))`,
-`upcycle_checkpoint(UpcycleArguments(source=..., destination=...), NEOX)`, and likewise with `BART_MARIAN`, `LLAMA`,
-`MODERNBERT` and `VIT`.
+`upcycle_checkpoint(UpcycleArguments(source=..., destination=...), NEOX)`, and likewise with `BART_MARIAN`, `GPT2`,
+`LLAMA`, `MODERNBERT` and `VIT`.
 
 A name is imported when it is first used, so that `dynattn convert --help` waits for neither torch nor Transformers.
 """
@@ -10,6 +10,7 @@ from ..common.lazy_names import lazy_names
 
 _MODULES = {
     "BART_MARIAN": "upcycle.parents.bart",
+    "GPT2": "upcycle.parents.gpt2",
     "LLAMA": "upcycle.parents.llama",
     "MODERNBERT": "upcycle.parents.modernbert",
     "NEOX": "upcycle.parents.neox",

@@ -16,9 +16,10 @@ CONVERSIONS = CommandTable(
             "dynattn.scripts.convert.upcycle.main:pythia",
             "Pythia or another GPT-NeoX to DCPythia, same outputs",
         ),
+        "gpt2": ("dynattn.scripts.convert.upcycle.main:gpt2", "GPT-2 to DCPythia, same outputs"),
         "llama": (
             "dynattn.scripts.convert.upcycle.main:llama",
-            "Llama, Mistral, Qwen2 or Qwen3 to DCFormer, same outputs",
+            "Llama, Mistral, Phi-3, Phi-4, Qwen2 or Qwen3 to DCFormer, same outputs",
         ),
         "modernbert": ("dynattn.scripts.convert.upcycle.main:modernbert", "ModernBERT to DCModernBert, same outputs"),
         "bart": ("dynattn.scripts.convert.upcycle.main:bart", "BART or Marian to DCBart, same outputs"),

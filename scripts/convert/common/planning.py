@@ -89,10 +89,14 @@ def auto_class_with_head(config: PreTrainedConfig) -> str:
 
 
 def refuse_headless(source: TensorSource, names: Iterable[str], fix: str) -> None:
-    """Raises UserError where the weights lack the first part of `names`, which models without a head do not write."""
-    for name in names:
+    """Raises UserError where the weights lack the first part of `names`, which models without a head do not write.
+
+    A format whose models with a head may lack it, too, has the bare names among `names`.
+    """
+    names = set(names)
+    for name in sorted(names):
         bare = name.partition(".")[2]
-        if bare in source.headers and name not in source.headers:
+        if bare in source.headers.keys() - names and name not in source.headers:
             raise UserError(f"the weights have {bare} and no {name}, so they are of a model without a head; {fix}")
 
 

@@ -41,6 +41,17 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Transpose:
+    """Foreign matrices have inputs along the first dimension, ours outputs."""
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """`[in, out]` to `[out, in]`, each."""
+        return [tensor.T for tensor in tensors]
+
+    backward = forward
+
+
+@dataclass(frozen=True)
 class Reshape:
     """The same elements in the same order; one pair of shapes for each tensor."""
 

@@ -1,4 +1,4 @@
-"""Arguments of the conversions from plain models: `dynattn convert bart`, `llama`, `modernbert`, `pythia` and `vit`."""
+"""Arguments of the conversions from plain models: `dynattn convert bart`, `gpt2`, `llama` and the others."""
 
 from dataclasses import dataclass, field
 from typing import Literal

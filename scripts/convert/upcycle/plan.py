@@ -195,5 +195,7 @@ def plan_plain(arguments: UpcycleArguments, raw: dict[str, Any], source: TensorS
 def check_copies(source: TensorSource, originals: Mapping[str, str]) -> None:
     """Raises UserError where a tensor that is dropped as a copy differs from the one that `originals` names for it."""
     for copy, original in originals.items():
-        if copy in source.headers and not torch.equal(source.read(copy), source.read(original)):
+        if copy not in source.headers:
+            continue
+        if original not in source.headers or not torch.equal(source.read(copy), source.read(original)):
             raise UserError(f"config.json ties {copy} to {original}, but they differ; set tie_word_embeddings to false")

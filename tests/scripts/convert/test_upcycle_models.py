@@ -1,4 +1,4 @@
-"""`dynattn convert pythia` and `llama`: our model starts as its parent, learns to compose, and goes back unchanged."""
+"""`dynattn convert pythia`, `gpt2` and `llama`: ours starts as its parent, learns, and goes back unchanged."""
 
 import json
 from pathlib import Path
@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 from cases.checkpoints import assert_same_weights, convert_well, save_tokenizer, weights_of
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -30,6 +33,9 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+PARTLY = {"rope_theta": 500.0, "partial_rotary_factor": 0.5}
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
+PHI3 = {"pad_token_id": 0, "eos_token_id": 1}
 
 
 def neox(heads: int, width: int, **fields: Any) -> GPTNeoXConfig:
@@ -42,6 +48,12 @@ def neox(heads: int, width: int, **fields: Any) -> GPTNeoXConfig:
         max_position_embeddings=128,
         initializer_range=0.1,
         **fields,
+    )
+
+
+def gpt2(**fields: Any) -> GPT2Config:
+    return GPT2Config(
+        vocab_size=ROWS, n_embd=64, n_inner=96, n_layer=2, n_head=4, n_positions=96, initializer_range=0.2, **fields
     )
 
 
@@ -67,23 +79,30 @@ PARENTS: dict[str, PreTrainedConfig] = {
     "neox-40x16": neox(40, 16),
     "neox-4x128": neox(4, 128),
     "neox-linear-rope": neox(4, 16, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+    "gpt2": gpt2(layer_norm_epsilon=1e-3, activation_function="relu"),
+    "gpt2-untied": gpt2(tie_word_embeddings=False, scale_attn_weights=True),
     "llama": llama(LlamaConfig, rope_parameters=LLAMA3),
     "llama-bias-tied": llama(LlamaConfig, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "llama-12-heads": llama(LlamaConfig, hidden_size=96, num_attention_heads=12, num_key_value_heads=12),
     "llama-8x256": llama(LlamaConfig, head_dim=256),
     "mistral": llama(MistralConfig, sliding_window=9),
     "mistral-full": llama(MistralConfig, sliding_window=None, head_dim=24),
+    "phi3": llama(Phi3Config, rope_parameters=PARTLY, sliding_window=9, tie_word_embeddings=True, **PHI3),
+    "phi3-long": llama(Phi3Config, rope_parameters=LONG | PARTLY, original_max_position_embeddings=32, **PHI3),
     "qwen2": llama(Qwen2Config, tie_word_embeddings=True),
     "qwen2-sliding": llama(Qwen2Config, head_dim=24, use_sliding_window=True, sliding_window=7, max_window_layers=1),
     "qwen3": llama(Qwen3Config, head_dim=24, tie_word_embeddings=True),
     "qwen3-sliding": llama(Qwen3Config, head_dim=16, use_sliding_window=True, sliding_window=7, max_window_layers=1),
 }
+# Parents that project queries, keys and values at once, and may round in another order.
+JOINED = ("neox", "gpt2", "phi3")
 # Parents whose sizes alone differ from those of the fast tests.
 OTHERS = ("neox-8x80", "neox-40x16", "neox-4x128", "llama-12-heads", "llama-8x256", "mistral-full")
 
 
 def kind_of(name: str) -> str:
-    return "pythia" if name.startswith("neox") else "llama"
+    family = name.partition("-")[0]
+    return {"neox": "pythia", "gpt2": "gpt2"}.get(family, "llama")
 
 
 def save_parent(folder: Path, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
@@ -112,10 +131,12 @@ def test_the_result_starts_as_its_parent_and_goes_back_bit_for_bit(
     ids = torch.randint(0, ROWS, (2, 40))
     expected = parent(ids).logits
     ours = load(tmp_path / "ours")
-    assert ours.config.model_type == {"pythia": "dcpythia", "llama": "dcformer"}[kind_of(name)]
+    assert ours.config.model_type == ("dcformer" if kind_of(name) == "llama" else "dcpythia")
     logits = ours(ids).logits
     assert torch.equal(logits, load(tmp_path / "ours", **OFF)(ids).logits)
-    if name.startswith("neox"):  # which projects queries, keys and values at once, and may round in another order
+    if name.startswith(
+        ("neox", "gpt2", "phi3")
+    ):  # which project queries, keys and values at once, and may round in another order
         torch.testing.assert_close(logits, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
     else:
         assert torch.equal(logits, expected)
@@ -189,3 +210,32 @@ def test_old_pickles_and_names(sharded: bool, tmp_path: Path, capsys: pytest.Cap
     ours = weights_of(tmp_path / "ours")
     joined = weights["gpt_neox.layers.1.attention.query_key_value.weight"].view(4, 3, 16, 64)
     assert torch.equal(ours["model.layers.1.self_attn.k_proj.weight"], joined[:, 1].reshape(64, 64))
+
+
+@torch.no_grad()
+def test_original_gpt2_files_lack_the_prefix_and_store_masks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parent = save_parent(tmp_path / "parent", gpt2())
+    mask = {f"h.{layer}.attn.bias": torch.ones(1, 1, 96, 96).tril() for layer in range(2)}
+    weights = weights_of(tmp_path / "parent")
+    save_file(
+        mask | {name.removeprefix("transformer."): weights[name] for name in weights},
+        tmp_path / "parent" / "model.safetensors",
+    )
+    convert_well("gpt2", tmp_path / "parent", tmp_path / "ours")
+    told = capsys.readouterr().out
+    assert "dropped     2 tensors: buffers that old versions stored" in told
+    ids = torch.randint(0, ROWS, (2, 40))
+    torch.testing.assert_close(load(tmp_path / "ours")(ids).logits, parent(ids).logits)
+
+
+@torch.no_grad()
+def test_a_phi3_that_rotates_whole_heads_goes_back_as_a_llama(tmp_path: Path) -> None:
+    parent = save_parent(tmp_path / "parent", llama(Phi3Config, **PHI3))
+    convert_well("llama", tmp_path / "parent", tmp_path / "ours", "--no-verify")
+    convert_well("llama", tmp_path / "ours", tmp_path / "back", "--reverse", "--no-verify")
+    back = load(tmp_path / "back")
+    assert isinstance(back.config, LlamaConfig)
+    ids = torch.randint(0, ROWS, (2, 40))
+    torch.testing.assert_close(back(ids).logits, parent(ids).logits)

@@ -32,6 +32,7 @@ NEOX: dict[str, Any] = {
     "max_position_embeddings": 128,
     "initializer_range": 0.1,
 }
+PARTLY = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 
 def save(folder: Path, config: PreTrainedConfig, **options: Any) -> Path:
@@ -166,7 +167,7 @@ def test_options_that_make_no_sense(
 
 def test_sources_of_the_wrong_kind(parent: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours = parent.with_name("ours")
-    assert "only llama, mistral, qwen2, qwen3 can" in refusal(capsys, "llama", parent, ours)
+    assert "only llama, mistral, phi3, qwen2, qwen3 can" in refusal(capsys, "llama", parent, ours)
     assert "does not exist" in refusal(capsys, "pythia", parent.with_name("nowhere"), ours)
     assert "the Hub did not give it" in refusal(capsys, "pythia", "nobody/nothing", ours, "--revision", "step3000")
     parent.with_name("empty").mkdir()
@@ -316,16 +317,15 @@ def test_of_a_name_on_the_hub_only_the_weights_that_are_read_are_downloaded(
         ({"mgate_dim": 4}, "mgate_dim is 4"),
         ({"position_scheme": "none"}, "position_scheme is 'none'"),
         ({"position_gain": "bucket"}, "position_gain is 'bucket'"),
-        (
-            {"rope_parameters": {"rope_type": "power", "power_factor": 0.5}},
-            "but a Llama, Mistral, Qwen2 or Qwen3 model has one",
-        ),
+        ({"rope_parameters": {"rope_type": "power", "power_factor": 0.5}}, "Qwen2 or Qwen3 model has one set"),
         ({"use_qk_norm": True, "mlp_bias": True}, "mlp_bias is True, but a Qwen3"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "but a Mistral model can only have"),
         ({"attention_scaling": 0.5}, "attention_scaling is 0.5"),
         ({"attention_output_bias": True}, "attention_output_bias is True"),
         ({"use_qk_norm": True, "qk_norm_type": "layer_norm"}, "qk_norm_type is 'layer_norm'"),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"rope_parameters": PARTLY, "head_dim": 32}, "head_dim is 32, but a Phi-3"),
+        ({"rope_parameters": PARTLY, "attention_bias": True}, "attention_bias is True, but a Phi-3"),
+        ({"rope_parameters": PARTLY | {"rope_type": "linear", "factor": 2.0}}, "`rope_parameters`'s type field"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -337,13 +337,35 @@ def test_reverse_refuses_what_no_parent_has(
     assert told in refusal(capsys, "llama", ours, tmp_path / "back", "--reverse")
 
 
-@pytest.mark.parametrize(("field", "value"), [("attention_scaling", 0.5), ("attention_output_bias", False)])
-def test_reverse_refuses_attention_that_neox_lacks(
-    field: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        ("pythia", "attention_scaling", 0.5),
+        ("pythia", "attention_output_bias", False),
+        ("pythia", "position_scheme", "learned"),
+        ("gpt2", "position_scheme", "rope"),
+        ("gpt2", "use_parallel_residual", True),
+        ("gpt2", "attention_bias", False),
+        ("gpt2", "attention_output_bias", False),
+        ("gpt2", "attention_scaling", 0.5),
+        ("gpt2", "num_key_value_heads", 2),
+    ],
+)
+def test_reverse_refuses_what_neox_or_gpt2_lacks(
+    kind: str, field: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = {"use_qk_norm": False, "sliding_window": None, "mlp_bias": True, "compose_init_scale": 0}
-    ours = save(tmp_path / "ours", DCPythiaConfig(**{**NEOX, **plain, field: value}))
-    assert f"{field} is {value}" in refusal(capsys, "pythia", ours, tmp_path / "back", "--reverse")
+    gpt2 = {"position_scheme": "learned", "use_parallel_residual": False} if kind == "gpt2" else {}
+    ours = save(tmp_path / "ours", DCPythiaConfig(**{**NEOX, **plain, **gpt2, field: value}))
+    assert f"{field} is {value!r}" in refusal(capsys, kind, ours, tmp_path / "back", "--reverse")
+
+
+@pytest.mark.parametrize("field", ["add_cross_attention", "scale_attn_by_inverse_layer_idx"])
+def test_a_gpt2_that_is_more_than_a_decoder_is_refused(
+    field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = GPT2Config(vocab_size=101, n_embd=32, n_layer=1, n_head=2, n_positions=64, **{field: True})
+    assert f"{field} is True" in refusal(capsys, "gpt2", save(tmp_path / "gpt", config), tmp_path / "ours")
 
 
 def test_a_share_of_rotation_that_llama_ignores_is_dropped(tmp_path: Path) -> None:

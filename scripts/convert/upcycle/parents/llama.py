@@ -1,11 +1,15 @@
-"""Llama, Mistral, Qwen2 and Qwen3 as the plain model in a DCFormer; tensors have the same names and layouts as ours."""
+"""Llama, Mistral, Phi-3, Qwen2 and Qwen3 as the plain model in a DCFormer.
+
+Tensors have the same names and layouts as ours, except that Phi-3, which Phi-4 is too, joins the projections that read
+the same input.
+"""
 
 from typing import Any
 
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, Phi3Config, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from ....common.errors import UserError
-from ...common.weight_map import Drop, WeightMap, renames
+from ...common.transforms import Split
+from ...common.weight_map import Drop, Rule, WeightMap, renames
 from .interface import (
     EMBEDDING,
     HEAD,
@@ -24,7 +28,7 @@ SHARED = (
 )
 LAYER = "model.layers.{layer}."
 MLP = ("gate_proj", "up_proj", "down_proj")
-ALL = "Llama, Mistral, Qwen2 or Qwen3"
+ALL = "Llama, Mistral, Phi-3, Qwen2 or Qwen3"
 
 
 def to_fields(config: Any) -> dict[str, Any]:
@@ -37,7 +41,7 @@ def to_fields(config: Any) -> dict[str, Any]:
     return {
         **shared_fields(config, SHARED),
         "head_dim": getattr(config, "head_dim", None),
-        "rope_parameters": _obeyed(config.rope_parameters),
+        "rope_parameters": _obeyed(config),
         "attention_bias": getattr(config, "attention_bias", False),
         **biases,
         "mlp_bias": getattr(config, "mlp_bias", False),
@@ -48,10 +52,12 @@ def to_fields(config: Any) -> dict[str, Any]:
     }
 
 
-def _obeyed(rope: dict[str, Any]) -> dict[str, Any]:
-    """`rope` without `partial_rotary_factor`, which these parents ignore in rotation of the default type."""
-    ignored = {"partial_rotary_factor"} if rope.get("rope_type", "default") == "default" else set[str]()
-    return {name: value for name, value in rope.items() if name not in ignored}
+def _obeyed(config: Any) -> dict[str, Any]:
+    """Its rotary parameters, without `partial_rotary_factor` where it rotates whole heads whatever that says."""
+    rope = config.rope_parameters
+    if config.model_type == "phi3" or rope.get("rope_type", "default") != "default":
+        return rope
+    return {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
 
 
 def restore(config: Any) -> PreTrainedConfig:
@@ -66,8 +72,9 @@ def restore(config: Any) -> PreTrainedConfig:
     own_bias = {"attention_output_bias": False} if is_qwen2 else {}
     require_fields(config, {"mgate_dim": None, **implied_attention(config), **own_bias}, ALL)
     require_rotary(config, ALL)
-    if (factor := config.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UserError(f"partial_rotary_factor is {factor!r}, but a {ALL} model can only have 1.0")
+    uniform = {"layer_types": ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers}
+    if _turns_parts(config):
+        return _phi3(config, fields, uniform)
     if config.use_qk_norm:
         require_fields(config, {"mlp_bias": False, "qk_norm_eps": config.rms_norm_eps}, "Qwen3")
         own = shared_fields(config, ("attention_bias", "layer_types", "sliding_window"))
@@ -77,11 +84,31 @@ def restore(config: Any) -> PreTrainedConfig:
         own = shared_fields(config, ("layer_types", "sliding_window"))
         return Qwen2Config(**fields, **own, use_sliding_window=slides, architectures=["Qwen2ForCausalLM"])
     if slides:
-        everywhere = ["sliding_attention"] * config.num_hidden_layers
-        require_fields(config, {"layer_types": everywhere, "attention_bias": False, "mlp_bias": False}, "Mistral")
+        require_fields(config, {**uniform, "attention_bias": False, "mlp_bias": False}, "Mistral")
         return MistralConfig(**fields, sliding_window=config.sliding_window, architectures=["MistralForCausalLM"])
     own = shared_fields(config, ("attention_bias", "mlp_bias"))
     return LlamaConfig(**fields, **own, architectures=["LlamaForCausalLM"])
+
+
+def _turns_parts(config: Any) -> bool:
+    """Whether a part of each head is rotated, as in Phi-3 alone."""
+    return config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0
+
+
+def _phi3(config: Any, fields: dict[str, Any], needed: dict[str, Any]) -> Phi3Config:
+    """The Phi-3 that has the shared `fields` of ours, which also has to have those `needed`.
+
+    Raises:
+        UserError: Phi-3 lacks something that the model has.
+    """
+    head_dim = config.hidden_size // config.num_attention_heads
+    absent = {"attention_bias": False, "mlp_bias": False, "use_qk_norm": False, "head_dim": head_dim}
+    require_fields(config, {**needed, **absent}, "Phi-3")
+    trained = config.rope_parameters.get("original_max_position_embeddings", config.max_position_embeddings)
+    window = config.sliding_window if "sliding_attention" in config.layer_types else None
+    return Phi3Config(
+        **fields, original_max_position_embeddings=trained, sliding_window=window, architectures=["Phi3ForCausalLM"]
+    )
 
 
 def weight_map(config: Any) -> WeightMap:
@@ -98,9 +125,23 @@ def weight_map(config: Any) -> WeightMap:
             names += [f"{LAYER}mlp.{name}.{kind}" for name in MLP]
     if config.use_qk_norm:
         names += [f"{LAYER}self_attn.{name}_norm.weight" for name in "qk"]
-    rules += renames({name: name for name in names})
+    separate, joined = renames({name: name for name in names}), _joined_rules(config)
+    rules += [*joined, *separate] if _turns_parts(config) else [*separate, *joined]
     drops.append(Drop(LAYER + "self_attn.rotary_emb.inv_freq", "buffers that old versions stored"))
     return WeightMap(config.num_hidden_layers, tuple(rules), tuple(drops))
 
 
-LLAMA = Parent(("llama", "mistral", "qwen2", "qwen3"), "dcformer", to_fields, restore, weight_map)
+def _joined_rules(config: Any) -> list[Rule]:
+    """The rules of the projections that Phi-3, which has no biases, joins into one tensor."""
+    if config.attention_bias or config.mlp_bias:
+        return []
+    queries, keys = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+    projections = tuple(f"{LAYER}self_attn.{name}_proj.weight" for name in "qkv")
+    gate_and_up = tuple(f"{LAYER}mlp.{name}.weight" for name in MLP[:2])
+    return [
+        Rule((LAYER + "self_attn.qkv_proj.weight",), projections, Split((queries, keys, keys))),
+        Rule((LAYER + "mlp.gate_up_proj.weight",), gate_and_up, Split((config.intermediate_size,) * 2)),
+    ]
+
+
+LLAMA = Parent(("llama", "mistral", "phi3", "qwen2", "qwen3"), "dcformer", to_fields, restore, weight_map)
