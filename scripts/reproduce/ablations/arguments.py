@@ -26,6 +26,9 @@ class AblationsArguments:
     learning_rates: list[float] | None = option(
         None, "peak learning rates to try for each variant; the size's if not given"
     )
+    composition_learning_rate: float | None = option(
+        None, "adds a variant NAME-slow for each NAME that composes, whose composition learns at this peak rate"
+    )
     tuning_seed: int = option(TUNING_SEED, "seed on which learning rates are chosen")
     dataset: str = option("builtin", "text to train on: builtin, or files such as WikiText-2")
     validation_dataset: str | None = option(None, "text to validate on, for other texts")

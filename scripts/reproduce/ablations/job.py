@@ -84,9 +84,11 @@ def variants(arguments: AblationsArguments) -> dict[str, Variant]:
     plain = ATTENTIONS["plain"].fields
     changes = {"plain": plain, WIDER: {**plain, "intermediate_size": size.wider}}
     changes |= {name: attention.fields for name, attention in ATTENTIONS.items()}
-    return {
-        name: Variant(name, {**options, "model_config": {**size.model(), **fields}}) for name, fields in changes.items()
-    }
+    known = {name: {**options, "model_config": {**size.model(), **fields}} for name, fields in changes.items()}
+    if (rate := arguments.composition_learning_rate) is not None:
+        slow = {"composition_learning_rate": rate}
+        known |= {f"{name}-slow": known[name] | slow for name in ATTENTIONS if ATTENTIONS[name].fields != plain}
+    return {name: Variant(name, trained) for name, trained in known.items()}
 
 
 def command_of(arguments: AblationsArguments) -> str:

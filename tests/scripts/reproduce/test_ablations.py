@@ -37,6 +37,12 @@ def test_plain_is_the_baseline_and_every_term_is_a_variant():
     assert set(names) == {*ATTENTIONS, job.WIDER}
 
 
+def test_variants_that_compose_also_learn_their_composition_slowly():
+    known = job.variants(AblationsArguments(composition_learning_rate=1e-4))
+    assert known.keys() - job.variants(AblationsArguments()) == {f"{name}-slow" for name in ATTENTIONS} - {"plain-slow"}
+    assert known["full-slow"].options == {**known["full"].options, "composition_learning_rate": 1e-4}
+
+
 def test_the_command_names_texts_without_the_folders_of_this_machine():
     arguments = AblationsArguments(dataset="/home/somebody/train.txt", validation_dataset="owner/text")
     assert job.command_of(arguments) == (
