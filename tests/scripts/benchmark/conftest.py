@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cases.plots import coarse_plots  # noqa: F401 (a fixture)
 
 from dynattn.modeling.ops.dcmha import attention as dcmha
 from dynattn.scripts.benchmark import job

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from cases.plots import coarse_plots  # noqa: F401 (a fixture)
 from cases.studies import pretend_to_train, record_training
 from matplotlib.figure import Figure
 
@@ -95,7 +94,6 @@ def record_of(arms: dict[str, dict[int, dict[str, Any] | None]], parents: Sequen
     return make_record(settings, arms, {name: name.upper() for name in arms}, parents)
 
 
-@pytest.mark.usefixtures("coarse_plots")
 def test_names_that_matplotlib_would_hide_or_typeset_are_in_the_legend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     drawn: list[str] = []
     legend = Figure.legend
@@ -108,7 +106,6 @@ def test_names_that_matplotlib_would_hide_or_typeset_are_in_the_legend(tmp_path:
     assert drawn == [" _PLAIN", r" _A\$X\$"]
 
 
-@pytest.mark.usefixtures("coarse_plots")
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_the_legend_says_what_bands_are_where_there_are_any(
     seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -121,7 +118,6 @@ def test_the_legend_says_what_bands_are_where_there_are_any(
     assert bool(drawn[0].axes[0].collections) == (seeds > 1)
 
 
-@pytest.mark.usefixtures("coarse_plots")
 def test_bounds_are_told_and_drawn(tmp_path: Path):
     record = record_of({
         "plain": dict.fromkeys(range(3), run_of(5.0, 4.0)),
@@ -137,7 +133,6 @@ def test_bounds_are_told_and_drawn(tmp_path: Path):
     draw_arms(json.loads(json.dumps(record)), tmp_path / "losses.png")
 
 
-@pytest.mark.usefixtures("coarse_plots")
 def test_arms_are_compared_on_the_seeds_on_which_neither_diverged(tmp_path: Path):
     plain = {seed: run_of(5.0, 4.0 + 0.1 * seed) for seed in range(4)}
     composed = {seed: None if seed == 2 else run_of(5.0, 3.8) for seed in range(4)}
@@ -289,7 +284,6 @@ def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.Ca
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("coarse_plots")
 def test_a_tiny_comparison_goes_on_and_grows(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch):
     """A Llama is the baseline of a DCFormer; rates are tuned on another seed, and a third seed is added later.
 
@@ -315,7 +309,6 @@ def test_a_tiny_comparison_goes_on_and_grows(tmp_path: Path, text: Path, monkeyp
     assert cli.main(other) == 2
 
 
-@pytest.mark.usefixtures("coarse_plots")
 def test_new_seeds_repeat_a_comparison_and_say_which_they_are(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -337,7 +330,6 @@ def test_rates_that_all_diverge_are_told():
         job.choose_rate(train, [1.0, 2.0])
 
 
-@pytest.mark.usefixtures("coarse_plots")
 def test_a_measured_run_that_diverges_does_not_stop_the_others(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from cases.training import killed_run, one_machine, run, write_corpus  # noqa: F401 (one is a fixture)
+from cases.training import killed_run, run, write_corpus
 
 from dynattn.scripts.pretrain import Result
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases.plots import coarse_plots  # noqa: F401 (a fixture)
 
 import dynattn
 from dynattn.scripts import cli
@@ -65,7 +64,6 @@ def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("coarse_plots")
 def test_a_tiny_study_quotes_the_paper_beside_its_own_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(job.SIZES, "small", replace(job.SIZES["small"], hidden_size=16, num_hidden_layers=1))
     monkeypatch.setattr(job, "COMMON", {**job.COMMON, "vocab_size": 300, "sequence_length": 32, "batch_size": 2})

@@ -72,7 +72,6 @@ def test_the_command_names_a_text_of_the_hub_with_its_owner() -> None:
     assert " --dataset owner/text --validation_dataset held_out.txt " in command_of(arguments)
 
 
-@pytest.mark.usefixtures("coarse_plots")
 def test_a_run_that_diverges_does_not_stop_the_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,7 +85,6 @@ def test_a_run_that_diverges_does_not_stop_the_study(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("coarse_plots")
 def test_a_tiny_study_from_end_to_end(
     runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

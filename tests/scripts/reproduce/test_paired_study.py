@@ -58,7 +58,6 @@ def arguments(folder: Path, **changed: Any) -> PairedStudyArguments:
     return PairedStudyArguments(**given | changed)
 
 
-@pytest.mark.usefixtures("coarse_plots")
 def test_each_arm_is_measured_with_its_best_rate_and_compared_in_pairs(tmp_path: Path):
     calls.clear()
     text = run_study(STUDY, arguments(tmp_path))
@@ -80,7 +79,6 @@ def test_each_arm_is_measured_with_its_best_rate_and_compared_in_pairs(tmp_path:
     assert (tmp_path / "study" / "arms.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.usefixtures("coarse_plots")
 def test_a_rate_counts_as_chosen_only_when_all_have_been_tried(tmp_path: Path):
     run_study(STUDY, arguments(tmp_path, learning_rates=[0.1]))
     with pytest.raises(UserError, match="holds no measured run yet"):  # and not those of the one rate of before
@@ -102,7 +100,6 @@ def diverging(run: Run) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.usefixtures("coarse_plots")
 def test_a_study_tells_which_of_its_runs_diverged(tmp_path: Path):
     text = run_study(replace(STUDY, run_one=diverging), arguments(tmp_path, learning_rates=[0.1]))
     assert "| New | 10 | 2.00 | 1 | 0.1 | 0.683 ± 0.029 | diverged on seed 1 |" in text
@@ -112,7 +109,6 @@ def test_a_study_tells_which_of_its_runs_diverged(tmp_path: Path):
     assert run_study(STUDY, arguments(tmp_path, learning_rates=[0.1], redraw=True)) == text
 
 
-@pytest.mark.usefixtures("coarse_plots")
 def test_a_study_stops_in_time_goes_on_and_keeps_its_sizes(tmp_path: Path):
     with pytest.raises(UserError, match="no measured run yet"):
         run_study(STUDY, arguments(tmp_path, max_seconds=1e-9))
@@ -135,7 +131,6 @@ def test_a_study_stops_in_time_goes_on_and_keeps_its_sizes(tmp_path: Path):
     assert "4 runs are left" in run_study(STUDY, arguments(tmp_path, redraw=True, seeds=[0, 1, 2, 3, 4]))
 
 
-@pytest.mark.usefixtures("coarse_plots")
 def test_one_process_at_a_time_makes_the_runs_of_a_study(tmp_path: Path):
     """A second one is refused while there is something to make, but may report what is finished."""
     attempts: list[str] = []
@@ -152,7 +147,6 @@ def test_one_process_at_a_time_makes_the_runs_of_a_study(tmp_path: Path):
     assert not (tmp_path / "study" / ".lock").exists()
 
 
-@pytest.mark.usefixtures("coarse_plots")
 def test_a_run_that_tuned_is_not_measured_nor_the_reverse(tmp_path: Path):
     run_study(STUDY, arguments(tmp_path, seeds=[0, 1], tuning_seed=9))
     assert len(list((tmp_path / "study" / "runs").glob("*/*-tuning.json"))) == 4
@@ -168,7 +162,6 @@ def test_a_run_that_tuned_is_not_measured_nor_the_reverse(tmp_path: Path):
     assert not calls
 
 
-@pytest.mark.usefixtures("coarse_plots")
 def test_a_run_whose_file_was_cut_off_is_named(tmp_path: Path):
     run_study(STUDY, arguments(tmp_path))
     (tmp_path / "study" / "runs" / "read" / "old-seed-1-rate-0.2.json").write_text('{"run": {')
@@ -188,7 +181,6 @@ def test_the_folder_of_another_study_is_left_as_it_is(redraw: bool, tmp_path: Pa
     assert run.exists()
 
 
-@pytest.mark.usefixtures("coarse_plots")
 def test_only_seeds_that_both_arms_have_are_compared(tmp_path: Path):
     run_study(STUDY, arguments(tmp_path))
     (tmp_path / "study" / "runs" / "read" / "old-seed-1-rate-0.2.json").unlink()

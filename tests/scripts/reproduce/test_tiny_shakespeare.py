@@ -370,7 +370,7 @@ def test_table_and_plots_come_from_the_files_of_finished_runs(tmp_path: Path, ca
     assert "rcmha > mha > mdha > rmha **does not hold**" in table
     assert "1 of 2 seeds" in table
     assert "| accuracy | 0.566 | 0.557 | 0.555 | 0.572 |" in table
-    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("curves.png", "bars.png"))
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("curves.png", "bars.png"))
 
 
 def test_runs_that_diverged_are_told(tmp_path: Path):
@@ -526,7 +526,6 @@ def test_epochs_are_passes_over_the_text_and_warmup_is_official_only_for_the_off
     assert (settings["sensible"].steps, settings["sensible"].warmup) == (19_610, 1961)
 
 
-@pytest.mark.usefixtures("coarse_plots")
 def test_a_quick_study_runs_all_types_once_and_reports_them(
     small_models: None, book: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

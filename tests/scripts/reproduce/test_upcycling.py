@@ -125,7 +125,6 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return record_training(monkeypatch)
 
 
-@pytest.mark.usefixtures("coarse_plots")
 def test_a_run_that_diverges_does_not_stop_the_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -142,7 +141,6 @@ def test_a_run_that_diverges_does_not_stop_the_study(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("coarse_plots")
 def test_a_tiny_study_is_interrupted_continued_and_extended(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -13,7 +13,7 @@ from dynattn.scripts.benchmark.report.tables import format_record
 PLOTS = {"time.png", "memory.png", "ratios.png", "roofline.png", "profile.png"}
 
 
-@pytest.mark.usefixtures("known_machine", "coarse_plots")
+@pytest.mark.usefixtures("known_machine")
 def test_a_record_draws_the_same_table_and_plots_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
     with monkeypatch.context() as patch:
