@@ -105,7 +105,8 @@ def test_a_second_command_measures_only_what_the_record_lacks(
 def test_a_tiny_run_of_every_subject_leaves_record_and_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, record = run_benchmark(tmp_path, "--quick", "--shapes", "2x8@40", "--subjects", *SUBJECTS)
+    sizes = ("--shapes", "2x8@40", "--layers", "1", "--vocabulary", "64")
+    status, record = run_benchmark(tmp_path, "--quick", *sizes, "--subjects", *SUBJECTS)
     assert status == 0
     assert {case["subject"] for case in record["cases"]} == set(SUBJECTS)
     assert record["threads"] == 1
@@ -227,6 +228,7 @@ def test_declining_is_no_fault_and_breaking_is(
     assert "not measured: refuses: " in (tmp_path / "table.md").read_text()
 
 
+@pytest.mark.usefixtures("known_machine", "no_plots")
 def test_a_reference_that_fails_is_no_fault_of_the_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[torch.dtype] = []
 
@@ -243,6 +245,7 @@ def test_a_reference_that_fails_is_no_fault_of_the_candidates(tmp_path: Path, mo
     assert len(calls) == 2 * 2, "once for each function and case"
 
 
+@pytest.mark.usefixtures("known_machine")
 @pytest.mark.parametrize(
     ("subject", "shape", "message"),
     [

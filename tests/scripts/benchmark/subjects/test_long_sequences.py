@@ -36,6 +36,7 @@ def test_long_sequences_are_judged_by_some_of_their_queries(
         assert "maps of all pairs of tokens" in rows["matmul"]["failure"]
 
 
+@pytest.mark.usefixtures("known_machine", "no_plots")
 def test_small_maps_of_all_pairs_of_tokens_are_measured(tmp_path: Path) -> None:
     shapes = ("2x8@64", "2x8@20")  # the queries compared before the middle and before the end overlap in the latter
     options = ("--subjects", "long", "--shapes", *shapes, "--implementations", "chunked,official,matmul")

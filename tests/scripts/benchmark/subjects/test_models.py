@@ -12,6 +12,10 @@ from dynattn.scripts.benchmark.harness.settings import read_settings
 from dynattn.scripts.benchmark.harness.shapes import parse_shape
 from dynattn.scripts.benchmark.subjects import models
 
+pytestmark = pytest.mark.usefixtures("known_machine", "no_plots")
+# A model of as many layers as it is given.
+SMALL = ("--shapes", "2x8@64", "--vocabulary", "64", "--layers")
+
 
 def test_a_reference_whose_maps_would_not_fit_is_computed_in_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -26,9 +30,8 @@ def test_a_reference_whose_maps_would_not_fit_is_computed_in_chunks(
 
     original = models.ModelProblem.model
     monkeypatch.setattr(models.ModelProblem, "model", model)
-    status, record = run_benchmark(
-        tmp_path, "--subjects", "positions", "--shapes", "2x8@64", "--implementations", "rope,plain-alibi,plain-rope"
-    )
+    options = ("--subjects", "positions", *SMALL, "2", "--implementations", "rope,plain-alibi,plain-rope")
+    status, record = run_benchmark(tmp_path, *options)
     assert status == 0
     forward, backward = record["cases"]
     assert all(row["verdict"]["correct"] for case in (forward, backward) for row in case["rows"])
@@ -40,20 +43,16 @@ def test_compiled_code_is_not_judged_by_itself(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(models, "BACKWARD_ELEMENTS", 0)  # so that the reference is `chunked`, too
     attend = passes.attend_in_c
     monkeypatch.setattr(passes, "attend_in_c", lambda *arguments: attend(*arguments) * 1.5)
-    options = ("--subjects", "training", "--shapes", "2x8@64", "--layers", "1", "--vocabulary", "64")
-    status, record = run_benchmark(tmp_path, *options, "--implementations", "chunked,chunked-stepwise,sdpa")
-    correct = {
-        name: row_of(record, name, "forward+backward")["verdict"]["correct"]
-        for name in ("chunked", "chunked-stepwise", "sdpa")
-    }
+    options = ("--subjects", "training", *SMALL, "1", "--implementations", "chunked,chunked-stepwise,sdpa")
+    status, record = run_benchmark(tmp_path, *options)
+    (case,) = record["cases"]
+    correct = {row["name"]: row["verdict"]["correct"] for row in case["rows"]}
     assert status == 1 and correct == {"chunked": False, "chunked-stepwise": True, "sdpa": True}
 
 
 def test_layers_with_and_without_a_window_beside_a_plain_model_without_any(tmp_path: Path) -> None:
-    options = ("--subjects", "training", "--shapes", "2x8@64", "--layers", "2", "--vocabulary", "64", "--window", "16")
-    status, record = run_benchmark(
-        tmp_path, *options, "--layer_types", "LG", "--implementations", "chunked,sdpa,sdpa-global"
-    )
+    options = ("--subjects", "training", *SMALL, "2", "--window", "16", "--layer_types", "LG")
+    status, record = run_benchmark(tmp_path, *options, "--implementations", "chunked,sdpa,sdpa-global")
     composed, plain, without = (row_of(record, name, "forward+backward") for name in ("chunked", "sdpa", "sdpa-global"))
     assert status == 0 and all(row["verdict"]["correct"] for row in (composed, plain, without))
     assert record["cases"][0]["window"] == 16 and record["cases"][0]["note"] == "layers LG"
@@ -77,7 +76,5 @@ def test_on_a_gpu_compiled_models_replay_cuda_graphs(monkeypatch: pytest.MonkeyP
 
 
 def test_a_model_without_windows_is_no_other_where_there_are_none(tmp_path: Path) -> None:
-    _, record = run_benchmark(
-        tmp_path, "--quick", "--subjects", "prefill", "--shapes", "2x8@64", "--layers", "1", "--vocabulary", "64"
-    )
+    _, record = run_benchmark(tmp_path, "--quick", "--subjects", "prefill", *SMALL, "1")
     assert "sdpa-global" in record["left_out"]
