@@ -105,11 +105,13 @@ def dcformer() -> PreTrainedModel:
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {"llama": llama, "dcformer": dcformer}
 
 
-def test_heldout_bits_per_byte_is_the_hand_computed_sum(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_heldout_bits_per_byte_is_the_hand_computed_sum(
+    tokenizer: PreTrainedTokenizerFast, held_out: list[str]
+) -> None:
     model = llama()
     results = evaluate_model(model, tokenizer, ["builtin_heldout"], limit=3, max_length=100)
     bits, size = 0.0, 0
-    for document in builtin_documents("validation")[:3]:
+    for document in held_out[:3]:
         tokens = [tokenizer.eos_token_id, *tokenizer.encode(document)]
         size += len(document.encode())
         for start in range(0, len(tokens) - 1, 100):
@@ -124,8 +126,8 @@ def test_heldout_bits_per_byte_is_the_hand_computed_sum(tokenizer: PreTrainedTok
     assert results.warnings == []
 
 
-def test_direct_scores_match_their_definitions(tokenizer: PreTrainedTokenizerFast) -> None:
-    document = builtin_documents("validation")[0][:300]
+def test_direct_scores_match_their_definitions(tokenizer: PreTrainedTokenizerFast, held_out: list[str]) -> None:
+    document = held_out[0][:300]
     tokens = tokenizer.encode(document)
     model = llama()
     with torch.no_grad():  # else it finds no token, and any share of none is right

@@ -23,7 +23,6 @@ from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 HELDOUT = "builtin_heldout"
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 LIMITS: dict[str, Any] = {"mem_len": 30, "max_position_embeddings": 128, "initializer_range": 0.2}
-DOCUMENTS = [document[:1200] for document in builtin_documents("validation")[:5]]
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +67,12 @@ def test_segment_memory_scores_the_segments_that_were_asked_for(batch_size: int)
 
 
 @pytest.mark.parametrize("memory_type", ["streaming", "segment"])
-def test_held_out_scores_with_memory(memory_type: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_held_out_scores_with_memory(memory_type: str, tokenizer: PreTrainedTokenizerBase, held_out: list[str]) -> None:
     model = make(memory_type=memory_type)
     options: dict[str, Any] = {"limit": 2, "max_length": 64, "batch_size": 2}
     carried = evaluate_model(model, tokenizer, [HELDOUT], carry_memory=True, **options)
     windows = evaluate_model(model, tokenizer, [HELDOUT], **options)
-    documents = builtin_documents("validation")[:2]
+    documents = held_out[:2]
     texts = [[tokenizer.eos_token_id, *tokenizer.encode(document)] for document in documents]
     nats = -sum(in_one_pass(model, text, None if memory_type == "streaming" else 64) for text in texts)
     expected = nats / math.log(2) / sum(len(document.encode()) for document in documents)
@@ -104,26 +103,28 @@ def test_segments_leave_room_for_the_memory(tokenizer: PreTrainedTokenizerBase) 
 
 
 def test_a_text_of_ones_own_is_read_in_segments_with_room_for_the_memory(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tokenizer: PreTrainedTokenizerBase, held_out: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = make(memory_type="segment")
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "text.txt").write_text(DOCUMENTS[0])
+    (tmp_path / "text.txt").write_text(held_out[0])
     options = ["--dataset", str(tmp_path / "text.txt"), "--carry_memory", "--output", str(tmp_path / "out")]
     assert main(["evaluate", str(tmp_path / "model"), *options, "--device", "cpu"]) == 0
     assert "read in segments with memory carried from each to the next" in capsys.readouterr().out
     (scored,) = json.loads((tmp_path / "out" / "results.json").read_text())["checkpoints"]
     assert scored["max_length"] == 128 - 30
-    tokens = [tokenizer.eos_token_id, *tokenizer.encode(DOCUMENTS[0])]
+    tokens = [tokenizer.eos_token_id, *tokenizer.encode(held_out[0])]
     assert scored["by_position"][-1]["from"] > 98  # memory reaches beyond a segment
     assert scored["loss"] == pytest.approx(-in_one_pass(model, tokens, segment=98) / (len(tokens) - 1), rel=1e-6)
 
 
-def test_direct_scores_with_memory_match_their_definitions(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_direct_scores_with_memory_match_their_definitions(
+    tokenizer: PreTrainedTokenizerBase, held_out: list[str]
+) -> None:
     model = make()
-    scores = score_documents(model, tokenizer, DOCUMENTS[:1], max_length=50, carry_memory=True)
-    tokens = tokenizer.encode(DOCUMENTS[0])
+    scores = score_documents(model, tokenizer, held_out[:1], max_length=50, carry_memory=True)
+    tokens = tokenizer.encode(held_out[0])
     with torch.no_grad():
         logits = model(torch.tensor([[tokenizer.eos_token_id, *tokens[:-1]]])).logits[0]
     loss = F.cross_entropy(logits, torch.tensor(tokens)).item()
@@ -137,18 +138,13 @@ def test_a_checkpoint_is_scored_on_the_command_line(
 ) -> None:
     make().save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    options = ["--limit", "2", "--truncate", "--batch_size", "3"]
-    tasks = ["--tasks", HELDOUT, "dynattn_owner"]
-    assert (
-        main(
-            ["evaluate", str(tmp_path / "model"), *tasks, *options, "--carry_memory", "--output", str(tmp_path / "out")]
-        )
-        == 0
-    )
+    command = ["evaluate", str(tmp_path / "model"), "--tasks", HELDOUT, "dynattn_owner"]
+    command += ["--limit", "2", "--truncate", "--batch_size", "3"]
+    assert main([*command, "--carry_memory", "--output", str(tmp_path / "out")]) == 0
     assert "documents read in segments of 128 tokens, with memory carried" in capsys.readouterr().out
     settings = json.loads((tmp_path / "out" / "results.json").read_text())["settings"]
     assert (settings["carry_memory"], settings["segment"], settings["max_length"]) == (True, 128, 128)
-    assert main(["evaluate", str(tmp_path / "model"), *tasks, *options]) == 0
+    assert main(command) == 0
     assert "memory" not in capsys.readouterr().out
 
 
