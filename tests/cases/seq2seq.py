@@ -44,6 +44,8 @@ THEIRS = {
     "forced_eos_token_id": None,
     "init_std": 0.15,
 }
+# Conversions verify an encoder-decoder token by token, as many as it can read.
+SHORT = {**THEIRS, "max_position_embeddings": 24}
 LEARNED = {"position_embedding_type": "learned", "position_offset": 2, "normalize_embedding": True}
 # For each parent its classes, its own fields, and what makes ours the same.
 PARENTS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {

@@ -73,9 +73,9 @@ def llama(config_class: type, **fields: Any) -> PreTrainedConfig:
 
 PARENTS: dict[str, PreTrainedConfig] = {
     "neox-8x64": neox(8, 64),
-    "neox-12x64-tied": neox(12, 64, tie_word_embeddings=True),
+    "neox-12x16-tied": neox(12, 16, tie_word_embeddings=True),
     "neox-8x80": neox(8, 80, rope_parameters={"rope_theta": 500.0, "partial_rotary_factor": 0.5}),
-    "neox-12x80-sequential": neox(12, 80, use_parallel_residual=False, attention_bias=False),
+    "neox-12x24-sequential": neox(12, 24, use_parallel_residual=False, attention_bias=False),
     "neox-40x16": neox(40, 16),
     "neox-4x128": neox(4, 128),
     "neox-linear-rope": neox(4, 16, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from cases.checkpoints import assert_same_weights, convert, convert_well, edit_config, refusal, weights_of
-from cases.seq2seq import PARENTS, THEIRS, random_tokens, whole
+from cases.seq2seq import PARENTS, SHORT, random_tokens, whole
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForSeq2SeqLM, BartModel, PreTrainedModel, T5Config
 
 
 def save_parent(folder: Path, name: str, **fields: Any) -> PreTrainedModel:
     config_class, model_class, theirs, _ = PARENTS[name]
-    model = model_class(config_class(**{**THEIRS, **theirs, **fields})).eval()
+    model = model_class(config_class(**{**SHORT, **theirs, **fields})).eval()
     model.final_logits_bias.normal_()
     model.save_pretrained(folder)
     return model
@@ -86,9 +86,7 @@ def test_layers_start_from_different_random_numbers(tmp_path: Path) -> None:
 
 
 def test_files_of_models_without_a_head_are_read_and_written(tmp_path: Path) -> None:
-    config_class, _, theirs, _ = PARENTS["bart"]
-    parent = BartModel(config_class(**{**THEIRS, **theirs}))
-    parent.save_pretrained(tmp_path / "parent")
+    save_parent(tmp_path / "whole", "bart").model.save_pretrained(tmp_path / "parent")
     convert_well("bart", tmp_path / "parent", tmp_path / "ours")
     convert_well("bart", tmp_path / "ours", tmp_path / "back", "--reverse", "--no-verify")
     assert_same_weights(weights_of(tmp_path / "parent"), weights_of(tmp_path / "back"))
