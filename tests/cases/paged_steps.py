@@ -18,7 +18,8 @@ from dynattn.modeling.ops.distance_tables import NO_TABLES, DistanceTables
 class Step(Described):
     """One decoding step of requests with these numbers of keys, in pages of `page_length` rows.
 
-    The keys of each request begin at row `first` of its first page.
+    The keys of each request begin at row `first` of its first page, but the first `shared` ones are rows of the first
+    request, as those of a common prefix are. Pages of one row lie in any order.
     Tables by distance come with it if `compose_bias` says where the bias is added.
     """
 
@@ -31,6 +32,7 @@ class Step(Described):
     rank: int = 2
     groups: int = 1
     first: int = 0
+    shared: int = 0
     padding: int = 0
     compose_bias: bool | None = None
 
@@ -49,10 +51,12 @@ STEPS = [
     Step((90, 17), terms=frozenset({"key_low_rank", "query_gate"}), stages=("pre",)),
     Step((90, 17), terms=frozenset({"query_low_rank", "static"})),
     Step((70, 5), stages=(), width=64),
+    Step((45, 23, 31), page_length=1, shared=20),
     Step((1100, 200), page_length=256, heads=(8, 4), width=80, terms=DYNAMIC),
     Step((100, 3, 64, 65), heads=(16, 16), terms=DYNAMIC, compose_bias=True),
     Step((70, 5), stages=(), width=64, compose_bias=False),
     Step((40, 41), first=9, heads=(12, 4), groups=3, rank=1, compose_bias=False),
+    Step((60, 33), heads=(8, 4), shared=32),
 ]
 
 
@@ -74,6 +78,9 @@ def random_step(step: Step, dtype: torch.dtype) -> RandomStep:
     for name in step.stages:
         stage = random_composition(step.terms, requests, 1, longest, heads, step.rank, groups=step.groups)
         stages[name] = stage.map(lambda factor: factor.detach().to(dtype))
+    factors = [factor for stage in stages.values() for factor in stage.side("key") if factor is not None]
+    for of_keys in (*states, *factors):
+        of_keys[:, : step.shared] = of_keys[:1, : step.shared]
     rows = [
         torch.cat([kept, key_terms(stages.get(name), kept, step), unread(kept, (*kept.shape[:3], step.padding))], dim=3)
         for kept, name in zip(states, ("pre", "post"), strict=True)
@@ -86,7 +93,8 @@ def random_step(step: Step, dtype: torch.dtype) -> RandomStep:
     numbers = []
     for own, keys in zip(table.split(counts), step.keys, strict=True):
         of_pages = own[:, None] * step.page_length + torch.arange(step.page_length)
-        numbers.append(of_pages.flatten()[step.first : step.first + keys])
+        own_rows = of_pages.flatten()[step.first : step.first + keys]
+        numbers.append(torch.cat([(numbers or [own_rows])[0][: step.shared], own_rows[step.shared :]]))
     for pool, kept in zip(pools, rows, strict=True):
         for request, own in enumerate(numbers):
             pool[own] = kept[request, : len(own)]
