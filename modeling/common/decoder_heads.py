@@ -87,6 +87,8 @@ class CausalLMHead:
     ) -> dict[str, Any]:
         """As in Transformers, but raises an error for requests that cannot be served, which Transformers would drop.
 
+        Without a `generation_config` it is that of a persistent manager that is kept, if there is one.
+
         Raises:
             TypeError: `inputs` is no list of prompts.
             ValueError: a request cannot be served, see `check_request` and `new_token_limit`; or a keyword is one of
@@ -99,11 +101,11 @@ class CausalLMHead:
                     f"generate_batch would ignore {ignored}; set fields of a GenerationConfig, or use generate()"
                 )
             check_prompts(inputs)
-            complete = with_defaults_of(self, generation_config)
+            kept = getattr(self, "_cached_continuous_batching_manager", None)
+            generation_config = with_defaults_of(self, generation_config or getattr(kept, "generation_config", None))
             for input_ids in inputs:
-                limit = new_token_limit(complete, len(input_ids)) if max_new_tokens is None else max_new_tokens
+                limit = new_token_limit(generation_config, len(input_ids)) if max_new_tokens is None else max_new_tokens
                 check_request(self.config, input_ids, limit)
-            generation_config = generation_config and complete  # without any, a manager that is kept has its own
         return super().generate_batch(  # type: ignore[misc]
             inputs, generation_config, *args, max_new_tokens=max_new_tokens, **kwargs
         )

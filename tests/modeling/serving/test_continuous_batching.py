@@ -248,6 +248,18 @@ def test_a_persistent_manager_serves_again_and_then_goes() -> None:
     assert model.init_continuous_batching(GREEDY) is not manager
 
 
+def test_prompts_without_settings_have_those_of_the_manager_that_is_kept() -> None:
+    model, prompts, several = make_model(), random_prompts([3, 2]), copy.copy(GREEDY)
+    several.num_return_sequences = 3
+    for given in (several, None, None):
+        settings = ContinuousBatchingConfig(**SETTINGS)
+        outputs = model.generate_batch(prompts, given, settings, max_new_tokens=2, persistent_manager=True)
+        assert [output.prompt_ids for output in outputs.values()] == [prompts[0]] * 3 + [prompts[1]] * 3
+    with pytest.raises(ValueError, match=r"501 tokens and 12 new ones needs more than max_position_embeddings \(512\)"):
+        model.generate_batch([[1] * 501], persistent_manager=True)
+    model.destroy_cached_continuous_batching_manager()
+
+
 def test_a_name_is_taken_until_its_request_has_ended() -> None:
     """Two requests of one name would share rows, and Transformers would end the thread that computes all requests."""
     model, (prompt, other) = make_model(), random_prompts([11, 6])
