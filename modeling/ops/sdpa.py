@@ -78,6 +78,9 @@ def attend_with_mask(
     """
     query, key, value = autocast(query, key, value)
     dtype = query.dtype
+    if bias is not None:
+        # SDPA would give a query that sees only such keys the mean of all others.
+        visible = both(visible, bias != -torch.inf)
     if bias is not None and bias.dtype != dtype:
         wider = torch.promote_types(bias.dtype, dtype)
         query, key, value, bias = (tensor.to(wider) for tensor in (query, key, value, bias))

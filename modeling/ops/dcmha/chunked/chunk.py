@@ -57,7 +57,8 @@ class ScoreTransform(NamedTuple):
         if self.pre is not None:
             self.composer.compose(composed, scores, self.pre, scratch)
         self._add_bias(composed, is_composed=True)
-        softmax(probs, composed, self.visibility)
+        # A bias of minus infinity can leave a query without keys, as a mask can.
+        softmax(probs, composed, self.visibility, self.tables.bias is not None or self.visibility.has_empty_rows())
         if self.tables.gain is not None:
             torch.mul(probs, self.tables.gain.transpose(0, 1), out=gained)
         if self.post is not None:
@@ -108,14 +109,14 @@ class ScoreTransform(NamedTuple):
         return grad
 
 
-def softmax(out: Tensor, scores: Tensor, visibility: ChunkVisibility) -> None:
+def softmax(out: Tensor, scores: Tensor, visibility: ChunkVisibility, has_empty_rows: bool) -> None:
     """Writes the probabilities of `scores` to `out`, both `[c, H, n]`; overwrites hidden scores.
 
-    Queries that see no key get zeros.
+    Queries that see no key get zeros, for which the function looks if `has_empty_rows` tells that there can be any.
     """
     visibility.hide(scores)
     torch.softmax(scores, dim=-1, out=out)
-    if visibility.has_empty_rows():
+    if has_empty_rows:
         out.masked_fill_(scores.amax(-1, keepdim=True) == -torch.inf, 0.0)
 
 

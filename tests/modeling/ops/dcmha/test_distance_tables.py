@@ -149,6 +149,27 @@ def test_a_bias_may_hide_distances_from_an_odd_number_of_queries(queries: int) -
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [("eager", torch.float64), ("sdpa", torch.float64), ("chunked", torch.float64), ("chunked", torch.float32)],
+    ids=str,
+)
+def test_a_query_from_which_a_bias_hides_all_keys_gets_zeros(
+    implementation: str, dtype: torch.dtype, queries: int, is_causal: bool
+) -> None:
+    query, key, value = (tensor.to(dtype).requires_grad_() for tensor in torch.randn(3, 1, 2, queries, 8).unbind())
+    bias = torch.zeros(queries, 2, dtype=dtype)
+    bias[0] = -torch.inf  # for the query itself and, without causality, later keys, which read the same row
+    output = dcmha_attention(query, key, value, is_causal=is_causal, position_bias=bias, implementation=implementation)
+    assert not output[:, 0].any()
+    if queries > 1:  # the second query sees the first key only
+        torch.testing.assert_close(output[:, 1], value[:, :, 0])
+    gradients = torch.autograd.grad(output.sum(), (query, key, value))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
 def test_tables_in_float32_beside_half_precision_tell_far_distances_apart() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 600, 16) for _ in range(3))

@@ -132,6 +132,15 @@ def test_rows_that_see_nothing_are_zero_with_finite_gradients(implementation: st
     assert all(grad.isfinite().all() for grad in grads.values())
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_query_from_which_a_bias_hides_all_keys_gets_zeros(implementation: str) -> None:
+    given = inputs(5, 5)
+    given["position_bias"][0] = -torch.inf  # type: ignore[index]
+    output = relative_attention(**given, implementation=implementation)  # type: ignore[arg-type]
+    assert not output[:, 0].any()
+    torch.testing.assert_close(output[:, 1], given["value"][:, :, 0])  # type: ignore[index]
+
+
 def test_a_gradient_that_an_additive_mask_would_not_get_is_refused() -> None:
     mask = torch.zeros(1, 1, 6, 6, dtype=torch.float64, requires_grad=True)
     for implementation in ("eager", "sdpa"):
