@@ -28,7 +28,7 @@ typedef struct {
     long groups;
     span seen[MAX_GROUPS]; /* the keys that each group of queries sees by position */
     long begin_block, end_block;
-    float *query;                  /* [heads, rows, row_slots]; scaled, but not in pairs of bfloat16, which it would round */
+    float *query;                  /* [heads, rows, row_slots]; scaled; not in bfloat16 pairs, which would round it */
     float score_factor;            /* scores are the products of `query` and keys times this: 1, or the scaling */
     float *query_terms[STAGES];    /* [rows, terms, heads] */
     float *maxima, *sums;          /* [blocks, heads, MAX_CHUNK]: of the scores of each tile, and their exponentials */
@@ -94,8 +94,8 @@ INLINE map_view tile_view(const chunk *of, float *tile, long t) {
 /* How many slots (see problem.h) one head of a query or output gradient takes. */
 INLINE long row_slots(const problem *given) { return slots(given, padded_width(given)); }
 
-/* Copies a chunk's part of a tensor to [heads, rows, row_slots]; rows beyond the queries, and slots beyond the width, are
-   zero. */
+/* Copies a chunk's part of a tensor to [heads, rows, row_slots]; rows beyond the queries, and slots beyond the width,
+   are zero. */
 static void read_rows(float *to, const heads_tensor *from, const chunk *of) {
     long size = row_slots(of->given);
     if (of->rows > of->queries || size > slots(of->given, of->given->width))

@@ -93,7 +93,7 @@ INLINE void differentiate_keys(key_tile key_sums, map_view grad, map_view maps, 
     for (long s = begin; s < end; s += LANES) {
         const vec(*below)[BLOCK_QUERIES] = hidden->below[s / LANES] + QUERY_RANK;
         const vec(*above)[BLOCK_QUERIES] = hidden->above[s / LANES];
-        /* Copies, which the compiler keeps in registers: it cannot know that writing to `grad` does not change a key. */
+        /* Copies, which the compiler keeps in registers: it cannot know that writing to `grad` changes no key. */
         vec sums[AT_LEAST_1(KEY_TERMS)], down[AT_LEAST_1(KEY_RANK)], gate = (vec){0};
         for (int r = 0; r < KEY_TERMS; r++) sums[r] = KEY(key_sums, r, h, s);
         for (int r = 0; r < KEY_RANK; r++) down[r] = KEY(key, r, h, s);

@@ -1,6 +1,7 @@
 /* The forward and the backward pass of attention with composed heads, each in one call.
 
-   passes_native.py calls `forward_size` and `forward`, `backward_size` and `backward`; native_problem.py fills `problem`. */
+   passes_native.py calls `forward_size` and `forward`, `backward_size` and `backward`; native_problem.py fills
+   `problem`. */
 
 #include "backward.h"
 
@@ -12,7 +13,9 @@ INLINE long most_rows(const problem *given) { return given->heads * given->chunk
 
 /* How many items are worked on at a time: so many that all threads have tasks, if an item has `tasks` of them, and no
    more, so that what a task reads was written a short time ago and is still in the caches. */
-INLINE long items_at_a_time(long tasks, long threads) { return 1 + (threads - 1) * TASKS_OF_A_THREAD / larger(tasks, 1); }
+INLINE long items_at_a_time(long tasks, long threads) {
+    return 1 + (threads - 1) * TASKS_OF_A_THREAD / larger(tasks, 1);
+}
 
 typedef struct {
     const problem *given;

@@ -16,8 +16,8 @@
 #define TOTAL(lanes) PASTE(total, lanes)
 #define LARGEST(lanes) PASTE(largest, lanes)
 
-/* Writes the halves of a vector, which have `half` elements each, to `low` and `high`. gcc has this function since version
-   12; earlier versions copy through memory, which takes longer. */
+/* Writes the halves of a vector, which have `half` elements each, to `low` and `high`. gcc has this function since
+   version 12; earlier versions copy through memory, which takes longer. */
 #if defined(__clang__) || __GNUC__ >= 12
 #define HALVE(low, high, vector, half)                                                  \
     low = __builtin_shufflevector(vector, vector, PASTE(FIRST_, half));                 \
