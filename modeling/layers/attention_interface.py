@@ -17,6 +17,8 @@ from ..ops.distance_tables import NO_TABLES, DistanceTables, refusing_tables
 
 logger = logging.get_logger(__name__)
 
+# What some models of Transformers (Gemma 2, GPT-OSS, T5) pass to attention functions, and the ops do not have.
+FOREIGN_TERMS = ("softcap", "s_aux", "position_bias")
 # The implementations of this package. Of these only `eager` makes attention maps; those that users register may, too.
 BUILT_IN = tuple(COMPOSING_IMPLEMENTATIONS)
 
@@ -85,20 +87,24 @@ def attention_function(attend: Attention) -> Attention:
         paged: Any = None,
         dropout: float = 0.0,
         tables: DistanceTables = NO_TABLES,
-        **_: Any,
+        is_causal: bool | None = None,
+        **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Shapes as in `attention_function`: output `[B, T, H, D]`, attention maps `[B, H, T, S]`.
 
-        A serving engine passes `paged`, a `PagedAttention`, which holds the cache and calls `attend` with it.
+        A serving engine passes `paged`, a `PagedAttention`, which holds the cache and calls `attend` with it. Models of
+        Transformers may pass `is_causal`, which comes before the attribute of the module.
 
         Raises:
-            ValueError: the arguments do not fit each other, or `dropout` is not 0.
+            ValueError: the arguments do not fit each other, `dropout` is not 0, or there are `FOREIGN_TERMS`.
         """
         _refuse_dropout(dropout)
+        _refuse_foreign_terms(others)
         if paged is not None:
             layer = module.layer_idx
             return paged.attend(layer, query, key, value, pre, post, scaling, sliding_window, attend, tables), None
-        masking = mask_arguments(attention_mask, sliding_window, getattr(module, "is_causal", True))
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        masking = mask_arguments(attention_mask, sliding_window, is_causal)
         mask = masking["attention_mask"]
         others: Any = {"pre": pre, "post": post, "scaling": scaling, "first_keys": first_keys, "tables": tables}
         # The window that is checked is the caller's: the op gets none where its mask includes the window.
@@ -114,6 +120,15 @@ def _refuse_dropout(dropout: float) -> None:
         raise ValueError(
             f"attention_dropout ({dropout}) is not supported by this implementation of attention; use "
             "attn_implementation='sdpa', or attention_dropout=0"
+        )
+
+
+def _refuse_foreign_terms(options: dict[str, Any]) -> None:
+    """Raises ValueError if any of `FOREIGN_TERMS` is among the keywords of an attention function."""
+    given = [name for name in FOREIGN_TERMS if options.get(name) is not None]
+    if given:
+        raise ValueError(
+            f"this implementation of attention would ignore {given} of the model; use attn_implementation='eager'"
         )
 
 

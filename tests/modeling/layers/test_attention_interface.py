@@ -1,0 +1,36 @@
+"""Implementations of this package as attention functions of models of Transformers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel
+
+from dynattn.modeling.layers.attention_interface import attention_function_of
+
+
+def test_a_model_may_say_in_the_call_that_it_is_causal() -> None:
+    config = CLIPTextConfig(
+        vocab_size=20,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    model = CLIPTextModel(config).eval()
+    tokens = torch.arange(2, 12)[None]
+    expected = model(tokens).last_hidden_state
+    model.set_attn_implementation("chunked")
+    torch.testing.assert_close(model(tokens).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize("term", [{"softcap": 50.0}, {"s_aux": torch.zeros(2)}, {"position_bias": torch.zeros(1)}])
+def test_terms_that_would_be_ignored_are_refused(term: dict[str, Any]) -> None:
+    query, key, value = torch.randn(3, 1, 2, 4, 8).unbind()
+    attend = attention_function_of("chunked")
+    attend(nn.Module(), query, key, value, None, scaling=1.0, softcap=None)
+    with pytest.raises(ValueError, match=rf"would ignore \['{next(iter(term))}'\] of the model; use attn_impl.*eager"):
+        attend(nn.Module(), query, key, value, None, scaling=1.0, **term)
