@@ -177,6 +177,6 @@ def _composed_from(name: str, attention: nn.MultiheadAttention, options: dict[st
         init_composition(generator, scale=0.0)
     composed.train(attention.training)
     composed.out_proj = attention.out_proj
-    for kind, parameter in attention.named_parameters(recurse=False):
+    for kind, parameter in attention.named_parameters(recurse=False, remove_duplicate=False):
         setattr(composed, kind, parameter)
     return composed

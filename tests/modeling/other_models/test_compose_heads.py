@@ -144,6 +144,16 @@ def test_parameters_stay_the_same_objects() -> None:
     assert model.layers[0].key_composition is None
 
 
+def test_projections_of_one_module_stay_tied() -> None:
+    model = nn.Sequential(nn.MultiheadAttention(8, 2, kdim=6, vdim=6))
+    model[0].v_proj_weight = model[0].k_proj_weight
+    query, source = torch.randn(3, 1, 8), torch.randn(4, 1, 6)
+    expected, _ = model[0](query, source, source)
+    compose_heads_of(model)
+    assert model[0].v_proj_weight is model[0].k_proj_weight
+    torch.testing.assert_close(model[0](query, source, source)[0], expected)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_checkpoint_is_loaded_after_the_same_replacement(kind: str) -> None:
     (model, ask), (other, _) = (MODELS[kind][0]() for _ in range(2))
