@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..modes import without_autocast
+
 SIDES = ("query", "key")
 LOW_RANK = ("query_down", "query_up", "key_down", "key_up")
 # The tensors of a composition, in the order in which operators and C code take them.
@@ -102,7 +104,10 @@ def pack_side(composition: Composition, side: str) -> Tensor | None:
         return composition.packed[side]
     down, up, gate = composition.side(side)
     terms = [term for term in (down, up, None if gate is None else gate.unsqueeze(2)) if term is not None]
-    return torch.cat(terms, dim=2) if terms else None
+    if not terms:
+        return None
+    with without_autocast(terms[0].device):  # under autocast `cat` raises for the other dtype of half precision
+        return torch.cat(terms, dim=2)
 
 
 def unpack_factors(packed: Mapping[str, Tensor | None], static: Tensor | None = None, groups: int = 1) -> Composition:

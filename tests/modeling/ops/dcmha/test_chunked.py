@@ -179,6 +179,17 @@ def test_a_compiled_decoding_step_mixes_heads_inside_their_groups(stages: tuple[
         torch.testing.assert_close(compiled, attend(*tensors[:3]))
 
 
+@pytest.mark.parametrize("queries", [1, 5])
+def test_autocast_takes_factors_in_the_other_dtype_of_half_precision(queries: int) -> None:
+    tensors, keywords = in_dtype(torch.float16, *random_inputs(Case(queries, 5)))
+    with torch.autocast("cpu", torch.bfloat16):
+        output = dcmha_attention(*tensors[:3], **keywords, implementation="chunked")
+        expected = dcmha_attention(*tensors[:3], **keywords, implementation="eager")
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output, expected, atol=0.1, rtol=0.1)
+    assert {gradient.dtype for gradient in torch.autograd.grad(output.sum(), tensors)} == {torch.float16}
+
+
 def test_autocast_gives_its_dtype() -> None:
     tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(70, 70, terms=DYNAMIC)))
     with torch.autocast("cpu", dtype=torch.bfloat16):
