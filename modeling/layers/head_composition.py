@@ -11,6 +11,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 
 from ..ops.dcmha.composition import SIDES, Composition, unpack_factors
+from ..ops.modes import without_autocast
 from .rms_norm import rms_norm
 
 
@@ -108,7 +109,8 @@ class DynamicComposition(nn.Module):
         """
         static = None
         if self.static_weight is not None:
-            static = torch.stack([torch.block_diag(*blocks) for blocks in self.static_weight])
+            with without_autocast(hidden_states.device):  # under autocast `stack` raises for the other half precision
+                static = torch.stack([torch.block_diag(*blocks) for blocks in self.static_weight])
         if not self.sides:
             return PackedFactors(static=static)
         terms = []

@@ -106,7 +106,7 @@ def pack_side(composition: Composition, side: str) -> Tensor | None:
     terms = [term for term in (down, up, None if gate is None else gate.unsqueeze(2)) if term is not None]
     if not terms:
         return None
-    with without_autocast(terms[0].device):  # under autocast `cat` raises for the other dtype of half precision
+    with without_autocast(terms[0].device):  # under autocast `cat` raises for the other half precision
         return torch.cat(terms, dim=2)
 
 

@@ -7,6 +7,7 @@ Here a matrix is the whole mixing; `static` is what the mixing adds to the ident
 import torch
 from torch import Tensor
 
+from ..modes import without_autocast
 from .composition import Composition
 
 
@@ -49,9 +50,10 @@ def differential_heads(weight: Tensor, num_heads: int) -> Composition:
 def difference_of_pairs(weight: Tensor, num_heads: int) -> Tensor:
     """Returns the static matrix `[H, H]` of `differential_heads`, with the same arguments."""
     same = torch.eye(num_heads // 2, dtype=weight.dtype, device=weight.device)
-    first = torch.cat([torch.zeros_like(same), same], dim=1)
-    second = torch.cat([-weight * same, (-1 - weight) * same], dim=1)
-    return torch.cat([first, second])
+    with without_autocast(weight.device):  # under autocast `cat` raises for the other half precision
+        first = torch.cat([torch.zeros_like(same), same], dim=1)
+        second = torch.cat([-weight * same, (-1 - weight) * same], dim=1)
+        return torch.cat([first, second])
 
 
 def one_term_of_the_query(down: Tensor, up: Tensor) -> Composition:

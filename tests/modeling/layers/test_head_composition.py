@@ -151,6 +151,16 @@ def test_static_mixing_of_groups_is_block_diagonal() -> None:
     assert torch.equal(pre.static[:2, :2], module.static_weight[0, 0])
 
 
+@pytest.mark.parametrize("mixer", ["dcmha", "talking_heads", "differential"])
+def test_autocast_takes_weights_in_the_other_half_precision(mixer: str) -> None:
+    model = DCFormerModel(DCFormerConfig.from_size("tiny", vocab_size=20, mixer=mixer)).eval()
+    tokens = torch.arange(10)[None]
+    expected = model(tokens).last_hidden_state
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model.half()(tokens).last_hidden_state
+    torch.testing.assert_close(output.float(), expected, atol=0.1, rtol=0.1)
+
+
 def test_static_matrices_outlive_a_generator_that_is_sharded_for_itself() -> None:
     config = DCFormerConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, **mixer_fields("talking_heads"))
     model = DCFormerModel(config)
