@@ -88,7 +88,7 @@ def attention_function(attend: Attention) -> Attention:
         dropout: float = 0.0,
         tables: DistanceTables = NO_TABLES,
         is_causal: bool | None = None,
-        **others: Any,
+        **unread: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Shapes as in `attention_function`: output `[B, T, H, D]`, attention maps `[B, H, T, S]`.
 
@@ -99,7 +99,7 @@ def attention_function(attend: Attention) -> Attention:
             ValueError: the arguments do not fit each other, `dropout` is not 0, or there are `FOREIGN_TERMS`.
         """
         _refuse_dropout(dropout)
-        _refuse_foreign_terms(others)
+        _refuse_foreign_terms(unread)
         if paged is not None:
             layer = module.layer_idx
             return paged.attend(layer, query, key, value, pre, post, scaling, sliding_window, attend, tables), None

@@ -192,18 +192,21 @@ def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     return first & second
 
 
-def masked_softmax(scores: Tensor, visible: Tensor | None, dim: int = -1) -> Tensor:
+def masked_softmax(scores: Tensor, visible: Tensor | None, *, are_biased: bool = False, dim: int = -1) -> Tensor:
     """Softmax of `scores` over the keys, computed in at least float32 and returned in their dtype.
 
-    Hidden keys get zero, and so do keys with a score of minus infinity, as a bias by distance can give them. A query
-    without any other key gets zeros.
+    Hidden keys get zero, and so do all keys of a query that sees none.
 
     Args:
         scores: of any shape, `[..., T, S]` by default.
         visible: broadcastable to the scores; None hides nothing.
+        are_biased: a bias by distance was added, which hides a key where it is minus infinity.
         dim: the dimension of the keys.
     """
-    hidden = scores == -torch.inf if visible is None else ~visible | (scores == -torch.inf)
-    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
-    probs = torch.softmax(scores, dim=dim, dtype=at_least_float32(scores.dtype))
-    return probs.masked_fill(hidden, 0.0).to(scores.dtype)
+    dtype = at_least_float32(scores.dtype)
+    if are_biased:
+        visible = both(visible, scores != -torch.inf)
+    if visible is None:
+        return torch.softmax(scores, dim=dim, dtype=dtype).to(scores.dtype)
+    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    return torch.softmax(scores, dim=dim, dtype=dtype).masked_fill(~visible, 0.0).to(scores.dtype)

@@ -73,7 +73,8 @@ def dcmha_eager(
         scores = scores + bias_by_distance
     structural = visible_distances(distance, is_causal=is_causal, sliding_window=sliding_window)
     given, bias = split_mask(with_first_keys(attention_mask, first_keys, scores.shape[-1], scores.device))
-    probs = masked_softmax(scores if bias is None else scores + bias, both(structural, given))
+    scores = scores if bias is None else scores + bias
+    probs = masked_softmax(scores, both(structural, given), are_biased=tables.bias is not None)
     probs = hook("probs", probs)
     if tables.gain is not None:
         probs = probs * at_distances(tables.gain, distance)

@@ -78,6 +78,7 @@ def relative_eager(
     scores = (scores if positions is None else scores + positions) * scaling
     given, bias = split_mask(attention_mask)
     visible = both(visible_distances(distance, is_causal=is_causal, sliding_window=sliding_window), given)
-    probs = masked_softmax(scores if bias is None else scores + bias, visible)
+    scores = scores if bias is None else scores + bias
+    probs = masked_softmax(scores, visible, are_biased=terms.bias is not None)
     probs = F.dropout(probs, dropout) if dropout else probs
     return (probs.to(value.dtype) @ value).transpose(1, 2), probs

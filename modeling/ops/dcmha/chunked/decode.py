@@ -116,7 +116,8 @@ def map_scores(scores: Tensor, step: DecodeStep) -> Tensor:
         maps = compose_maps(maps, step.pre)
     if bias is not None and not step.tables.compose_bias:
         maps = maps + bias.t()
-    maps = _softmax(maps, None if step.mask is None else step.mask.squeeze(2).transpose(1, 2))
+    mask = None if step.mask is None else step.mask.squeeze(2).transpose(1, 2)
+    maps = _softmax(maps, mask, are_biased=bias is not None)
     if gain is not None:
         maps = maps * gain.t()
     if step.post is not None:
@@ -190,7 +191,7 @@ def _sum_heads(maps: Tensor, groups: int) -> Tensor:
     return grouped.sum(-1, keepdim=True).expand_as(grouped).flatten(2)
 
 
-def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax of `scores` `[B, S, H]` over dimension 1, the keys; `mask` broadcasts to the scores."""
+def _softmax(scores: Tensor, mask: Tensor | None, are_biased: bool) -> Tensor:
+    """`masked_softmax` of `scores` `[B, S, H]` over dimension 1, the keys; `mask` broadcasts to the scores."""
     visible, bias = split_mask(mask)
-    return masked_softmax(scores if bias is None else scores + bias, visible, dim=1)
+    return masked_softmax(scores if bias is None else scores + bias, visible, are_biased=are_biased, dim=1)
