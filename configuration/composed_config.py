@@ -25,7 +25,7 @@ ROTARY_SCHEMES = ("rope", "carope")
 POSITION_GAINS = (None, "distance", "bucket")
 ROTARY_DTYPES = (None, "float32")
 # What these fields hold where positions work as in Transformers' rotary models (Llama, GPT-NeoX).
-ROTARY_ALONE = {"position_scheme": "rope", "position_gain": None, "rotary_dtype": None}
+ROTARY_ALONE = {"position_scheme": "rope", "no_rope_layers": None, "position_gain": None, "rotary_dtype": None}
 # Keywords that Transformers moves into `rope_parameters`.
 ROPE_ARGUMENTS = ("rope_theta", "partial_rotary_factor")
 
@@ -45,6 +45,8 @@ class ComposedConfig(CompositionConfig):
             `"sinusoidal"`, added to the embeddings; `"carope"` (arXiv 2507.23083), whose rotary frequencies depend on
             the content; or `"none"`, where the causal mask alone tells the order. A dictionary gives each layer type in
             use a scheme of its own.
+        no_rope_layers (`list[int]`, *optional*): with `"rope"`, 1 for each layer that rotates and 0 for each that does
+            not and has no positions, as in SmolLM3; by default all rotate.
         compose_position_bias (`bool`, defaults to `False`): add the bias of `"alibi"` or `"t5"` to the scores before
             they are composed, so that composition mixes it too; by default it is added after.
         t5_num_buckets, t5_max_distance (`int`, default to 32 and 128): number of T5's buckets, and the distance up to
@@ -69,6 +71,7 @@ class ComposedConfig(CompositionConfig):
     }
 
     position_scheme: str | dict[str, str] = "rope"
+    no_rope_layers: list[int] | None = None
     compose_position_bias: bool = False
     t5_num_buckets: int = 32
     t5_max_distance: int = 128
@@ -171,6 +174,20 @@ class ComposedConfig(CompositionConfig):
                 f"hidden_size ({self.hidden_size}) must be even for sinusoidal positions: sines and cosines"
             )
         check_buckets(self)
+
+    def validate_no_rope_layers(self) -> None:
+        """Part of the strict validation: `no_rope_layers` says 0 or 1 for each layer, where layers have `"rope"`."""
+        if self.no_rope_layers is None:
+            return
+        if self.position_scheme != "rope":
+            raise ValueError(
+                f"no_rope_layers needs position_scheme 'rope', not {self.position_scheme!r}; leave one of them out"
+            )
+        if len(self.no_rope_layers) != self.num_hidden_layers or not {0, 1}.issuperset(self.no_rope_layers):
+            raise ValueError(
+                f"no_rope_layers ({self.no_rope_layers}) must have a 1 for each of the {self.num_hidden_layers} layers "
+                "that rotates, and a 0 for each that does not"
+            )
 
     def _check_schemes_by_layer_type(self, schemes: dict[str, str]) -> None:
         """Raises ValueError unless each layer type of the model, and no other, has a scheme that acts on layers."""

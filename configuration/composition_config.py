@@ -9,7 +9,7 @@ from .field_rules import check_choices
 from .mixers import mixer_fields
 from .portable_config import PortableConfig, default_head_dim
 
-QK_NORM_TYPES = ("rms_norm", "layer_norm")
+QK_NORM_TYPES = ("rms_norm", "layer_norm", "joint_rms_norm")
 
 
 @strict
@@ -28,7 +28,8 @@ class CompositionConfig(PortableConfig):
             composed, because those models never have all probabilities in memory.
         use_qk_norm (`bool`, defaults to `True`): normalize each query and key head, before any rotary embedding.
         qk_norm_type (`str`, defaults to `"rms_norm"`): kind of that norm; or `"layer_norm"`, with a scale and without a
-            bias, as in the authors' vision transformers.
+            bias, as in the authors' vision transformers; or `"joint_rms_norm"`, which normalizes the queries of all
+            heads together, and likewise the keys, as in OLMo 2.
         qk_norm_eps (`float`, defaults to 1e-6): epsilon of that norm, as in the released PyTorch code.
         compose_pre (`bool`, defaults to `True`): compose the scores, before the softmax.
         compose_post (`bool`, defaults to `True`): compose the probabilities, after the softmax.

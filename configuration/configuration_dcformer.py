@@ -5,7 +5,10 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 
 from .composed_config import ComposedConfig, repeat_layer_types
+from .field_rules import check_choices
 from .portable_config import GATED_MLP_PLAN, model_size
+
+NORM_PLACEMENTS = ("input", "output")
 
 
 @strict
@@ -18,6 +21,9 @@ class DCFormerConfig(ComposedConfig):
         mlp_bias (`bool`, defaults to `False`): biases of the MLP.
         mgate_dim (`int`, *optional*): number of groups into which the MLP's activations are split. A softmax over the
             groups, computed from the token's hidden state, scales each of them.
+        norm_placement (`str`, defaults to `"input"`): what each layer normalizes: the inputs of attention and MLP, or
+            the `"output"` of both before it is added to the hidden states, as in OLMo 2, where the factors of the
+            composition are computed from hidden states that are not normalized.
         initializer_range (`float`, defaults to 0.006): standard deviation of all matrices outside the composition, as
             in the JAX trainer.
 
@@ -44,6 +50,7 @@ class DCFormerConfig(ComposedConfig):
     tie_word_embeddings: bool = False
     mlp_bias: bool = False
     mgate_dim: int | None = None
+    norm_placement: str = "input"
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -53,6 +60,10 @@ class DCFormerConfig(ComposedConfig):
         if self.mgate_dim is not None:
             # No tensor parallelism for the MLP: a device would hold the activations of some groups, but gates for all.
             self.base_model_tp_plan = None  # type: ignore[misc]
+
+    def validate_norm_placement(self) -> None:
+        """Part of the strict validation: there is such a place for norms."""
+        check_choices(self, norm_placement=NORM_PLACEMENTS)
 
     def validate_mgate(self) -> None:
         """Part of the strict validation: the gate's groups divide the activations."""

@@ -42,6 +42,8 @@ ABSENT_HERE = (
     "layerdrop",
     "mem_len",
     "mixer",
+    "no_rope_layers",
+    "norm_placement",
     "num_key_value_heads",
     "position_gain",
     "position_scheme",

@@ -1,5 +1,6 @@
 """DCFormer: a LLaMA-style decoder whose attention heads are dynamically composed (arXiv 2405.08553)."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,22 +42,31 @@ class DCFormerMLP(GatedMLP):
 
 
 class DCFormerDecoderLayer(GradientCheckpointingLayer):
-    """Pre-norm attention, then pre-norm MLP, each with a residual."""
+    """Attention, then MLP, each with a residual and a norm, of its input or its output.
+
+    Norms are named as in Transformers' Llama and OLMo 2, where `post_attention_layernorm` is the norm of the MLP's
+    input in one and of the attention's output in the other.
+    """
 
     def __init__(self, config: DCFormerConfig, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = ComposedAttention(config, layer_idx)
         self.mlp = DCFormerMLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        make_norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = make_norm()
+        self.input_layernorm = make_norm() if config.norm_placement == "input" else None
+        self.post_feedforward_layernorm = make_norm() if config.norm_placement == "output" else None
 
     @takes_either_name
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Maps hidden states `[B, T, E]` to hidden states `[B, T, E]`; other arguments are those of the attention."""
-        normalized = self.input_layernorm(hidden_states)
+        normalized = hidden_states if self.input_layernorm is None else self.input_layernorm(hidden_states)
         attended, _ = self.self_attn(normalized, attention_mask=attention_mask, **kwargs)
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        if self.post_feedforward_layernorm is None:
+            hidden_states = hidden_states + attended
+            return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states = hidden_states + self.post_attention_layernorm(attended)
+        return hidden_states + self.post_feedforward_layernorm(self.mlp(hidden_states))
 
 
 class DCFormerPreTrainedModel(ComposedDecoderPreTrainedModel):

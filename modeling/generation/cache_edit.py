@@ -11,7 +11,7 @@ from ..common.activation_checkpointing import check_keeps_cache
 from ..common.decoder_heads import causal_model_in
 from ..ops.dtypes import at_least_float32
 from ..positions.carope import cached_phases, turn_cached_keys
-from ..positions.rotary import batch_dependent_rope, rotary_of, rotate
+from ..positions.rotary import batch_dependent_rope, rotary_of, rotate, rotates_layer
 
 # Cached keys and values of these schemes hold no positions, or keys that are rotated by theirs and can be rotated on.
 EDITABLE = ("rope", "carope", "none", "alibi", "t5")
@@ -72,10 +72,10 @@ def _edit(model: Any, cache: Cache, start: int, stop: int, input_ids: Tensor) ->
         places = torch.arange(start, start + input_ids.shape[1], device=input_ids.device)[None]
         model(input_ids, past_key_values=cache, position_ids=places, use_cache=True)
     moved = start + input_ids.shape[1] - stop
-    for (layer, layer_type), end in zip(layers, ends, strict=True):
+    for index, ((layer, layer_type), end) in enumerate(zip(layers, ends, strict=True)):
         keys, values = suffixes[layer]
         embedding = rotary_of(model.model.rotary_emb, config, layer_type)
-        if embedding is not None:
+        if embedding is not None and rotates_layer(config, index):
             keys = move_keys(keys, moved, embedding.inv_freq)
         if end is not None:
             keys = turn_cached_keys(keys, _end_phases(config, layer.keys) - end)

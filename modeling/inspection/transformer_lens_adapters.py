@@ -64,7 +64,16 @@ class ComposedDecoderAdapter(ArchitectureAdapter):
     supports_hf_output_attentions = False
 
     def prepare_model(self, hf_model: PreTrainedModel) -> None:
-        """Adds map hooks, in place of those that the model may have."""
+        """Adds map hooks, in place of those that the model may have.
+
+        Raises:
+            ValueError: its layers normalize outputs, while the norms that TransformerLens hooks come first.
+        """
+        if (placement := getattr(hf_model.config, "norm_placement", "input")) != "input":
+            raise ValueError(
+                f"norm_placement={placement!r} has no norms before attention and MLP, which TransformerLens hooks; use "
+                "a model with norm_placement='input', or add_map_hooks, which works with both"
+            )
         remove_map_hooks(hf_model)
         add_map_hooks(hf_model)
 

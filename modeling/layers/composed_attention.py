@@ -12,11 +12,11 @@ from ..ops.dcmha.composition import Composition
 from ..ops.dtypes import at_least_float32
 from ..ops.modes import autocast
 from ..positions.carope import ContentRotary, last_phases, pack_phases
-from ..positions.rotary import rotate
+from ..positions.rotary import rotate, rotates_layer
 from .attention_interface import attention_function_of
 from .differential_heads import DifferentialHeads
 from .head_composition import PackedFactors, make_generators
-from .rms_norm import RMSNorm
+from .rms_norm import JointRMSNorm, RMSNorm
 
 
 class ComposedAttention(nn.Module):
@@ -56,8 +56,9 @@ class ComposedAttention(nn.Module):
         self.k_proj = nn.Linear(hidden, key_size, bias=bias)
         self.v_proj = nn.Linear(hidden, key_size, bias=bias)
         self.o_proj = nn.Linear(query_size, hidden, bias=config.has_output_bias)
-        self.q_norm = make_head_norm(config) if config.use_qk_norm else None
-        self.k_norm = make_head_norm(config) if config.use_qk_norm else None
+        self.q_norm = make_head_norm(config, config.num_attention_heads) if config.use_qk_norm else None
+        self.k_norm = make_head_norm(config, config.num_key_value_heads) if config.use_qk_norm else None
+        self.rotates = rotates_layer(config, layer_idx)
         self.composition = self.key_composition = None
         if config.composes if composes is None else composes:
             self.composition, self.key_composition = make_generators(config, cross_attention=is_cross_attention)
@@ -83,7 +84,8 @@ class ComposedAttention(nn.Module):
 
         Args:
             hidden_states: `[B, T, E]`, normalized.
-            position_embeddings: cosines and sines, each `[B, T, rotary_dim]`; without them nothing is rotated.
+            position_embeddings: cosines and sines, each `[B, T, rotary_dim]`; without them, and in a layer that
+                `no_rope_layers` leaves out, nothing is rotated.
             attention_mask: as the mask function of the implementation makes it.
             past_key_values: a `Cache`; or an `EncoderDecoderCache`, of which the layer uses the self-attention or the
                 cross-attention cache.
@@ -154,6 +156,8 @@ class ComposedAttention(nn.Module):
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `[B, H, T, D]`, keys and values `[B, H_kv, T, D]` of a layer's own `hidden_states` `[B, T, E]`."""
+        if not self.rotates:
+            position_embeddings = None
         query = self._heads(self.q_proj, hidden_states, self.q_norm, position_embeddings)
         key = self._heads(self.k_proj, hidden_states, self.k_norm, position_embeddings)
         return query, key, self._heads(self.v_proj, hidden_states)
@@ -258,8 +262,10 @@ def make_content_rotary(config: PreTrainedConfig, layer_idx: int) -> ContentRota
     return ContentRotary(config.hidden_size, config.num_key_value_heads, config.head_dim, theta)
 
 
-def make_head_norm(config: PreTrainedConfig) -> nn.Module:
-    """The norm of each query or key head, as configured."""
+def make_head_norm(config: PreTrainedConfig, heads: int) -> nn.Module:
+    """The norm of the queries or keys of so many heads, as configured."""
+    if config.qk_norm_type == "joint_rms_norm":
+        return JointRMSNorm(heads, config.head_dim, config.qk_norm_eps)
     if config.qk_norm_type == "layer_norm":
         return nn.LayerNorm(config.head_dim, config.qk_norm_eps, bias=False)
     return RMSNorm(config.head_dim, config.qk_norm_eps)

@@ -146,6 +146,12 @@ def rotary_of(module: nn.Module | None, config: Any, layer_type: str) -> RotaryE
     return module[layer_type] if isinstance(module, nn.ModuleDict) else module  # type: ignore[return-value]
 
 
+def rotates_layer(config: Any, layer: int) -> bool:
+    """Whether a layer takes the rotations that there are for its type: not if `no_rope_layers` leaves it out."""
+    rotates = getattr(config, "no_rope_layers", None)
+    return rotates is None or bool(rotates[layer])
+
+
 def batch_dependent_rope(config: Any) -> str | None:
     """The first `rope_type` of a decoder whose angles depend on the longest row of a batch; None if none does."""
     used = [config.rope_of(layer_type).get("rope_type") for layer_type in rotating_types(config)]

@@ -1,7 +1,7 @@
 """Conversion as a library: `convert_official(OfficialArguments(source=..., destination=...))`,
 `convert_rcmha(RCMHAArguments(source=..., destination=...))`,
 `upcycle_checkpoint(UpcycleArguments(source=..., destination=...), NEOX)`, and likewise with `BART_MARIAN`, `GPT2`,
-`LLAMA`, `MODERNBERT` and `VIT`.
+`LLAMA`, `MODERNBERT`, `OLMO` and `VIT`.
 
 A name is imported when it is first used, so that `dynattn convert --help` waits for neither torch nor Transformers.
 """
@@ -14,6 +14,7 @@ _MODULES = {
     "LLAMA": "upcycle.parents.llama",
     "MODERNBERT": "upcycle.parents.modernbert",
     "NEOX": "upcycle.parents.neox",
+    "OLMO": "upcycle.parents.olmo",
     "VIT": "upcycle.parents.vit",
     "CheckArguments": "check",
     "Conversion": "official.plan",

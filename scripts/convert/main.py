@@ -19,8 +19,9 @@ CONVERSIONS = CommandTable(
         "gpt2": ("dynattn.scripts.convert.upcycle.main:gpt2", "GPT-2 to DCPythia, same outputs"),
         "llama": (
             "dynattn.scripts.convert.upcycle.main:llama",
-            "Llama, Mistral, Phi-3, Phi-4, Qwen2 or Qwen3 to DCFormer, same outputs",
+            "Llama, Mistral, Phi-3, Phi-4, Qwen2, Qwen3 or SmolLM3 to DCFormer, same outputs",
         ),
+        "olmo": ("dynattn.scripts.convert.upcycle.main:olmo", "OLMo 2 or OLMo 3 to DCFormer, same outputs"),
         "modernbert": ("dynattn.scripts.convert.upcycle.main:modernbert", "ModernBERT to DCModernBert, same outputs"),
         "bart": ("dynattn.scripts.convert.upcycle.main:bart", "BART or Marian to DCBart, same outputs"),
         "vit": ("dynattn.scripts.convert.upcycle.main:vit", "ViT, DeiT or DINOv2 to DCViT, same outputs"),

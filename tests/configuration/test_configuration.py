@@ -90,6 +90,13 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": ["chunked_attention"] * 4}, "only .* exist here"),
     ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type 'spiral' does not exist"),
     ({"num_attention_heads": 128}, r"head_dim \(1\) must be even.*hidden_size \(128\) / num_attention_heads \(128\)"),
+    ({"no_rope_layers": [1, 0, 1]}, r"no_rope_layers \(\[1, 0, 1\]\) must have a 1 for each of the 4 layers"),
+    ({"no_rope_layers": [1, 0, 1, 2]}, "no_rope_layers .* and a 0 for each that does not"),
+    (
+        {"no_rope_layers": [1] * 4, "position_scheme": "alibi"},
+        "no_rope_layers needs position_scheme 'rope', not 'alibi'",
+    ),
+    ({"norm_placement": "both"}, "norm_placement 'both' does not exist; choose from .'input', 'output'."),
     ({"rope_scaling": 3}, "must be a dictionary"),
     ({"mgate_dim": 0}, "mgate_dim"),
     ({"mgate_dim": 5}, r"mgate_dim \(5\) must divide intermediate_size \(352\)"),

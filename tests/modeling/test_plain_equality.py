@@ -1,4 +1,4 @@
-"""With composition off a DCFormer is a Llama or Qwen3, and a DCPythia is a GPT-NeoX: same weights, same logits."""
+"""With composition off a DCFormer is a Llama, Qwen3, SmolLM3 or OLMo 3, and a DCPythia a GPT-NeoX: the same logits."""
 
 from typing import Any
 
@@ -11,9 +11,13 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForQuestionAnswering,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from dynattn import (
@@ -36,6 +40,7 @@ SHARED = {
     "rms_norm_eps": 1e-3,  # not the default of any class
 }
 SLIDING = ["full_attention", "sliding_attention", "sliding_attention"]
+ROPE = {"rope_type": "default", "rope_theta": 500.0}
 PARENTS: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}, {"sliding_window": None}),
     "llama-bias-tied": (
@@ -56,6 +61,24 @@ PARENTS: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
         Qwen3ForCausalLM,
         {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7, "layer_types": SLIDING},
         {"head_dim": 16, "sliding_window": 7, "layer_types": SLIDING},
+    ),
+    "smollm3": (
+        SmolLM3Config,
+        SmolLM3ForCausalLM,
+        {"no_rope_layers": [1, 0, 1], "pad_token_id": None, "tie_word_embeddings": False, "rope_parameters": ROPE},
+        {"no_rope_layers": [1, 0, 1], "sliding_window": None, "rope_parameters": ROPE},
+    ),
+    "olmo3": (
+        Olmo3Config,
+        Olmo3ForCausalLM,
+        {"sliding_window": 7, "layer_types": SLIDING, "rope_parameters": dict.fromkeys(SLIDING, ROPE)},
+        {
+            "sliding_window": 7,
+            "layer_types": SLIDING,
+            "rope_parameters": ROPE,
+            "norm_placement": "output",
+            "qk_norm_type": "joint_rms_norm",
+        },
     ),
 }
 
@@ -112,7 +135,7 @@ def make_pair(name: str, implementation: str) -> tuple[PreTrainedModel, PreTrain
         return make_neox_pair(name, implementation)
     config_class, model_class, theirs, ours = PARENTS[name]
     parent = model_class(config_class(**SHARED, **theirs, attn_implementation=implementation)).eval()
-    qk_norm = {"use_qk_norm": name.startswith("qwen3"), "qk_norm_eps": SHARED["rms_norm_eps"]}
+    qk_norm = {"use_qk_norm": name.startswith(("qwen3", "olmo3")), "qk_norm_eps": SHARED["rms_norm_eps"]}
     off = {"compose_pre": False, "compose_post": False}
     config = DCFormerConfig(**{**SHARED, **ours, **qk_norm, **off}, attn_implementation=implementation)
     model = DCFormerForCausalLM(config).eval()
@@ -152,8 +175,9 @@ def padding_mask(pads: list[int], side: str) -> Tensor:
     return torch.stack(rows).long()
 
 
-def test_same_gradients() -> None:
-    parent, model = make_pair("qwen3-sliding", "eager")
+@pytest.mark.parametrize("name", ["qwen3-sliding", "olmo3"])
+def test_same_gradients(name: str) -> None:
+    parent, model = make_pair(name, "eager")
     ids = torch.randint(0, 101, (2, 20))
     for net in (parent, model):
         net(ids, labels=ids).loss.backward()

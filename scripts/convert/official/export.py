@@ -31,7 +31,7 @@ CONSTANTS: dict[str, Any] = {
     **ROTARY_ALONE,
 }
 FAMILY_CONSTANTS: dict[str, dict[str, Any]] = {
-    "dcformer": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "dcformer": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "norm_placement": "input"},
     "dcpythia": {"hidden_act": "gelu"},
 }
 

@@ -35,7 +35,8 @@ def main(kind: str, parent: str, what: str, argv: Sequence[str]) -> int:
 
 bart = partial(main, "bart", "BART_MARIAN", "a BART or Marian into a DCBart")
 gpt2 = partial(main, "gpt2", "GPT2", "a GPT-2 into a DCPythia")
-llama = partial(main, "llama", "LLAMA", "a Llama, Mistral, Phi-3, Phi-4, Qwen2 or Qwen3 into a DCFormer")
+llama = partial(main, "llama", "LLAMA", "a Llama, Mistral, Phi-3, Phi-4, Qwen2, Qwen3 or SmolLM3 into a DCFormer")
 modernbert = partial(main, "modernbert", "MODERNBERT", "a ModernBERT into a DCModernBert")
+olmo = partial(main, "olmo", "OLMO", "an OLMo 2 or OLMo 3 into a DCFormer")
 pythia = partial(main, "pythia", "NEOX", "a Pythia, or any GPT-NeoX, into a DCPythia")
 vit = partial(main, "vit", "VIT", "a ViT, DeiT or DINOv2 into a DCViT")

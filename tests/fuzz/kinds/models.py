@@ -65,6 +65,7 @@ def attention_fields(random: Random) -> Case:
         "tie_word_embeddings": random.random() < 0.3,
         "attention_bias": random.random() < 0.3,
         "use_qk_norm": random.random() < 0.7,
+        "qk_norm_type": random.choice(("rms_norm", "rms_norm", "layer_norm", "joint_rms_norm")),
     }
     switches = ("pre", "post", "query_wise", "key_wise", "low_rank", "gate", "static")
     return fields | {f"compose_{name}": random.random() < 0.75 for name in switches}
@@ -83,8 +84,11 @@ def composed_fields(random: Random, family: str) -> Case:
     }
     if random.random() < 0.5:
         fields |= random_positions(random, sorted(set(fields["layer_types"])))
+    elif random.random() < 0.3:
+        fields["no_rope_layers"] = [random.choice((0, 1)) for _ in fields["layer_types"]]
     if family == "DCFormer":
         fields["mgate_dim"] = random.choice((None, 3, 8))
+        fields["norm_placement"] = random.choice(("input", "input", "output"))
     else:
         fields["use_parallel_residual"] = random.random() < 0.6
     return fields

@@ -23,6 +23,7 @@ FIELDS = {
 FIELDS |= {"initializer_range": 0.2, "compose_init_scale": 3.0, "bos_token_id": None, "eos_token_id": None}
 SCHEMES: list[dict[str, Any]] = [
     {"position_scheme": "rope"},
+    {"no_rope_layers": [0]},
     {"position_scheme": "none", "compose_key_wise": False},
     {"position_scheme": "alibi"},
     {"position_scheme": "carope", "num_key_value_heads": 2},
@@ -67,6 +68,17 @@ def test_with_more_layers_only_what_follows_the_edit_is_approximate() -> None:
     for layer, other in zip(edited.layers, again.layers, strict=True):
         torch.testing.assert_close(layer.keys[:, :, :11], other.keys[:, :, :11], atol=1e-5, rtol=0)
     assert (edited.layers[2].keys - again.layers[2].keys)[:, :, 11:].abs().max() > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rotates", [[1, 0], [0, 1]])
+def test_only_layers_that_rotate_move_the_keys_that_follow(rotates: list[int]) -> None:
+    model, cache = make(layers=2, no_rope_layers=rotates), DynamicCache()
+    model(torch.randint(61, (2, 20)), past_key_values=cache)
+    before = [layer.keys[:, :, 12:] for layer in cache.layers]
+    edit_cache(model, cache, 8, 12, torch.randint(61, (2, 1)))
+    after = [layer.keys[:, :, 9:] for layer in cache.layers]
+    assert [not torch.equal(*keys) for keys in zip(before, after, strict=True)] == list(map(bool, rotates))
 
 
 @torch.no_grad()

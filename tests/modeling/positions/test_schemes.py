@@ -167,7 +167,8 @@ def test_learned_positions_are_those_of_gpt2(padded: bool) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("rotates", [[0, 0], [1, 0], [1, 1]])
-def test_layers_without_rotation_are_those_of_smollm3(rotates: list[int]) -> None:
+def test_schemes_of_layer_types_are_the_layers_of_smollm3(rotates: list[int]) -> None:
+    """Layers without rotation through `no_rope_layers` are compared with whole models in `test_plain_equality`."""
     fields = {**OURS, "num_key_value_heads": 3, "rms_norm_eps": 1e-5}
     config = SmolLM3Config(**fields, no_rope_layers=rotates, use_sliding_window=False, pad_token_id=0)
     parent = random_weights(SmolLM3ForCausalLM(config))

@@ -312,6 +312,8 @@ def test_values_too_large_for_the_asked_dtype(official: Path, refused: Callable[
         ({"compose_act": "gelu_pytorch_tanh"}, "compose_act"),
         ({"qk_norm_eps": 1e-5}, "qk_norm_eps"),
         ({"qk_norm_type": "layer_norm"}, "qk_norm_type is 'layer_norm'"),
+        ({"norm_placement": "output"}, "norm_placement is 'output'"),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0]"),
         ({"attention_scaling": 0.5}, "attention_scaling is 0.5"),
         ({"attention_output_bias": True}, "attention_output_bias is True"),
         ({"head_dim": 32}, "head_dim is 32"),

@@ -16,11 +16,14 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 VOCABULARY, ROWS = 280, 304  # embeddings are padded
@@ -36,6 +39,10 @@ LLAMA3 = {
 PARTLY = {"rope_theta": 500.0, "partial_rotary_factor": 0.5}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
 PHI3 = {"pad_token_id": 0, "eos_token_id": 1}
+PADDED, NOPE = {"pad_token_id": 0}, {"no_rope_layer_interval": 2}
+SLIDING, FULL = "sliding_attention", "full_attention"
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+BY_TYPE = {SLIDING: {"rope_type": "default", "rope_theta": 500.0}, FULL: YARN}
 
 
 def neox(heads: int, width: int, **fields: Any) -> GPTNeoXConfig:
@@ -93,6 +100,11 @@ PARENTS: dict[str, PreTrainedConfig] = {
     "qwen2-sliding": llama(Qwen2Config, head_dim=24, use_sliding_window=True, sliding_window=7, max_window_layers=1),
     "qwen3": llama(Qwen3Config, head_dim=24, tie_word_embeddings=True),
     "qwen3-sliding": llama(Qwen3Config, head_dim=16, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    "smollm3": llama(SmolLM3Config, no_rope_layers=[1, 0, 1, 0], attention_bias=True, mlp_bias=True, **PADDED),
+    "smollm3-sliding": llama(SmolLM3Config, head_dim=24, use_sliding_window=True, sliding_window=7, **NOPE, **PADDED),
+    "olmo2": llama(Olmo2Config, attention_bias=True, head_dim=24, rms_norm_eps=1e-4),
+    "olmo2-tied": llama(Olmo2Config, rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "olmo3": llama(Olmo3Config, layer_types=[SLIDING, SLIDING, FULL], sliding_window=7, rope_parameters=BY_TYPE),
 }
 # Parents that project queries, keys and values at once, and may round in another order.
 JOINED = ("neox", "gpt2", "phi3")
@@ -102,7 +114,7 @@ OTHERS = ("neox-8x80", "neox-40x16", "neox-4x128", "llama-12-heads", "llama-8x25
 
 def kind_of(name: str) -> str:
     family = name.partition("-")[0]
-    return {"neox": "pythia", "gpt2": "gpt2"}.get(family, "llama")
+    return {"neox": "pythia", "gpt2": "gpt2", "olmo2": "olmo", "olmo3": "olmo"}.get(family, "llama")
 
 
 def save_parent(folder: Path, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
@@ -131,12 +143,10 @@ def test_the_result_starts_as_its_parent_and_goes_back_bit_for_bit(
     ids = torch.randint(0, ROWS, (2, 40))
     expected = parent(ids).logits
     ours = load(tmp_path / "ours")
-    assert ours.config.model_type == ("dcformer" if kind_of(name) == "llama" else "dcpythia")
+    assert ours.config.model_type == ("dcpythia" if kind_of(name) in ("pythia", "gpt2") else "dcformer")
     logits = ours(ids).logits
     assert torch.equal(logits, load(tmp_path / "ours", **OFF)(ids).logits)
-    if name.startswith(
-        ("neox", "gpt2", "phi3")
-    ):  # which project queries, keys and values at once, and may round in another order
+    if name.startswith(JOINED):
         torch.testing.assert_close(logits, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
     else:
         assert torch.equal(logits, expected)

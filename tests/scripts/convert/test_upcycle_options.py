@@ -167,7 +167,7 @@ def test_options_that_make_no_sense(
 
 def test_sources_of_the_wrong_kind(parent: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours = parent.with_name("ours")
-    assert "only llama, mistral, phi3, qwen2, qwen3 can" in refusal(capsys, "llama", parent, ours)
+    assert "only llama, mistral, phi3, qwen2, qwen3, smollm3 can" in refusal(capsys, "llama", parent, ours)
     assert "does not exist" in refusal(capsys, "pythia", parent.with_name("nowhere"), ours)
     assert "the Hub did not give it" in refusal(capsys, "pythia", "nobody/nothing", ours, "--revision", "step3000")
     parent.with_name("empty").mkdir()
@@ -317,7 +317,7 @@ def test_of_a_name_on_the_hub_only_the_weights_that_are_read_are_downloaded(
         ({"mgate_dim": 4}, "mgate_dim is 4"),
         ({"position_scheme": "none"}, "position_scheme is 'none'"),
         ({"position_gain": "bucket"}, "position_gain is 'bucket'"),
-        ({"rope_parameters": {"rope_type": "power", "power_factor": 0.5}}, "Qwen2 or Qwen3 model has one set"),
+        ({"rope_parameters": {"rope_type": "power", "power_factor": 0.5}}, "Qwen3 or SmolLM3 model has one set"),
         ({"use_qk_norm": True, "mlp_bias": True}, "mlp_bias is True, but a Qwen3"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "but a Mistral model can only have"),
         ({"attention_scaling": 0.5}, "attention_scaling is 0.5"),
@@ -325,6 +325,14 @@ def test_of_a_name_on_the_hub_only_the_weights_that_are_read_are_downloaded(
         ({"use_qk_norm": True, "qk_norm_type": "layer_norm"}, "qk_norm_type is 'layer_norm'"),
         ({"rope_parameters": PARTLY, "head_dim": 32}, "head_dim is 32, but a Phi-3"),
         ({"rope_parameters": PARTLY, "attention_bias": True}, "attention_bias is True, but a Phi-3"),
+        ({"norm_placement": "output"}, "norm_placement is 'output', but a Llama"),
+        ({"use_qk_norm": True, "qk_norm_type": "joint_rms_norm"}, "qk_norm_type is 'joint_rms_norm'"),
+        ({"no_rope_layers": [1, 0], "use_qk_norm": True}, "use_qk_norm is True, but a SmolLM3"),
+        ({"no_rope_layers": [1, 0], "rope_parameters": PARTLY}, "no_rope_layers is [1, 0], but a Phi-3"),
+        (
+            {"no_rope_layers": [1, 0], "attention_bias": True, "attention_output_bias": False},
+            "attention_output_bias is False",
+        ),
         ({"rope_parameters": PARTLY | {"rope_type": "linear", "factor": 2.0}}, "`rope_parameters`'s type field"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

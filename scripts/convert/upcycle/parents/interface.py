@@ -77,12 +77,27 @@ def class_head(config: Any, heads: tuple[str, ...]) -> str:
     raise UserError(f"{name} has a head that is not known here; load its weights into {known}, and save that")
 
 
-def require_rotary(config: PreTrainedConfig, family: str) -> None:
-    """Raises UserError unless the positions of ours are those of Transformers' rotary models of a `family`."""
-    require_fields(config, dict(ROTARY_ALONE), family)
-    rope = config.rope_parameters or {}
-    if config.has_nested_rope or rope.get("rope_type", "default") not in ROPE_INIT_FUNCTIONS.keys() | {"default"}:
-        raise UserError(f"rope_parameters is {rope!r}, but a {family} model has one set, of a type that it knows")
+def obeyed_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters of a parent that rotates whole heads, whatever they say, where they have the default type."""
+    if rope.get("rope_type", "default") != "default":
+        return rope
+    return {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
+
+
+def require_rotary(config: PreTrainedConfig, family: str, *, but: tuple[str, ...] = (), nested: bool = False) -> None:
+    """Raises UserError unless the positions of ours are those of Transformers' rotary models of a `family`.
+
+    Args:
+        but: fields that some models of the family have, and that are not looked at.
+        nested: whether its layer types may have parameters of their own.
+    """
+    require_fields(config, {name: value for name, value in ROTARY_ALONE.items() if name not in but}, family)
+    used = {config.rope_of(layer_type).get("rope_type", "default") for layer_type in config.layer_types}
+    if (config.has_nested_rope and not nested) or used - {"default", *ROPE_INIT_FUNCTIONS}:
+        number = "sets" if nested else "one set"
+        raise UserError(
+            f"rope_parameters is {config.rope_parameters!r}, but a {family} model has {number}, of a type that it knows"
+        )
 
 
 def plain_heads(config: PreTrainedConfig) -> dict[str, Any]:

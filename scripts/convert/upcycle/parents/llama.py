@@ -1,4 +1,4 @@
-"""Llama, Mistral, Phi-3, Qwen2 and Qwen3 as the plain model in a DCFormer.
+"""Llama, Mistral, Phi-3, Qwen2, Qwen3 and SmolLM3 as the plain model in a DCFormer.
 
 Tensors have the same names and layouts as ours, except that Phi-3, which Phi-4 is too, joins the projections that read
 the same input.
@@ -6,7 +6,15 @@ the same input.
 
 from typing import Any
 
-from transformers import LlamaConfig, MistralConfig, Phi3Config, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from ...common.transforms import Split
 from ...common.weight_map import Drop, Rule, WeightMap, renames
@@ -16,6 +24,7 @@ from .interface import (
     Parent,
     head_rules,
     implied_attention,
+    obeyed_rope,
     require_fields,
     require_rotary,
     shared_fields,
@@ -26,14 +35,17 @@ SHARED = (
     *("num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
     *("use_cache", "tie_word_embeddings", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
+# Fields of ours for which these families have none, and the values that their code gives them.
+BLOCK = {"mgate_dim": None, "norm_placement": "input"}
 LAYER = "model.layers.{layer}."
 MLP = ("gate_proj", "up_proj", "down_proj")
-ALL = "Llama, Mistral, Phi-3, Qwen2 or Qwen3"
+ALL = "Llama, Mistral, Phi-3, Qwen2, Qwen3 or SmolLM3"
 
 
 def to_fields(config: Any) -> dict[str, Any]:
     """Our fields for the same model."""
-    is_qwen = config.model_type in ("qwen2", "qwen3")
+    rope = config.rope_parameters
+    has_types = config.model_type in ("qwen2", "qwen3", "smollm3")
     window = getattr(config, "sliding_window", None)
     kind = "full_attention" if window is None else "sliding_attention"
     # Qwen2 has biases of queries, keys and values alone, without a field that says so.
@@ -41,23 +53,22 @@ def to_fields(config: Any) -> dict[str, Any]:
     return {
         **shared_fields(config, SHARED),
         "head_dim": getattr(config, "head_dim", None),
-        "rope_parameters": _obeyed(config),
+        "rope_parameters": rope if config.model_type == "phi3" else obeyed_rope(rope),
         "attention_bias": getattr(config, "attention_bias", False),
         **biases,
         "mlp_bias": getattr(config, "mlp_bias", False),
         "sliding_window": window,
-        "layer_types": list(config.layer_types) if is_qwen else [kind] * config.num_hidden_layers,
+        "layer_types": list(config.layer_types) if has_types else [kind] * config.num_hidden_layers,
+        "no_rope_layers": _no_rope_layers(config),
         "use_qk_norm": config.model_type == "qwen3",
         "qk_norm_eps": config.rms_norm_eps,
     }
 
 
-def _obeyed(config: Any) -> dict[str, Any]:
-    """Its rotary parameters, without `partial_rotary_factor` where it rotates whole heads whatever that says."""
-    rope = config.rope_parameters
-    if config.model_type == "phi3" or rope.get("rope_type", "default") != "default":
-        return rope
-    return {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
+def _no_rope_layers(config: Any) -> list[int] | None:
+    """Which layers of a SmolLM3 rotate, or None if all do; its list may be longer than the model."""
+    rotates = list(map(int, getattr(config, "no_rope_layers", ())[: config.num_hidden_layers]))
+    return None if all(rotates) else rotates
 
 
 def restore(config: Any) -> PreTrainedConfig:
@@ -68,13 +79,16 @@ def restore(config: Any) -> PreTrainedConfig:
     """
     fields = shared_fields(config, (*SHARED, "head_dim"))
     slides = "sliding_attention" in config.layer_types
-    is_qwen2 = config.attention_bias and config.attention_output_bias is False and not config.use_qk_norm
+    has_qwen2_biases = config.attention_bias and config.attention_output_bias is False
+    is_qwen2 = has_qwen2_biases and not config.use_qk_norm and config.no_rope_layers is None
     own_bias = {"attention_output_bias": False} if is_qwen2 else {}
-    require_fields(config, {"mgate_dim": None, **implied_attention(config), **own_bias}, ALL)
-    require_rotary(config, ALL)
+    require_fields(config, {**BLOCK, **implied_attention(config), **own_bias}, ALL)
+    require_rotary(config, ALL, but=("no_rope_layers",))
     uniform = {"layer_types": ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers}
     if _turns_parts(config):
         return _phi3(config, fields, uniform)
+    if config.no_rope_layers is not None:
+        return _smollm3(config, fields)
     if config.use_qk_norm:
         require_fields(config, {"mlp_bias": False, "qk_norm_eps": config.rms_norm_eps}, "Qwen3")
         own = shared_fields(config, ("attention_bias", "layer_types", "sliding_window"))
@@ -103,6 +117,7 @@ def _phi3(config: Any, fields: dict[str, Any], needed: dict[str, Any]) -> Phi3Co
     """
     head_dim = config.hidden_size // config.num_attention_heads
     absent = {"attention_bias": False, "mlp_bias": False, "use_qk_norm": False, "head_dim": head_dim}
+    absent["no_rope_layers"] = None
     require_fields(config, {**needed, **absent}, "Phi-3")
     trained = config.rope_parameters.get("original_max_position_embeddings", config.max_position_embeddings)
     window = config.sliding_window if "sliding_attention" in config.layer_types else None
@@ -111,11 +126,29 @@ def _phi3(config: Any, fields: dict[str, Any], needed: dict[str, Any]) -> Phi3Co
     )
 
 
+def _smollm3(config: Any, fields: dict[str, Any]) -> SmolLM3Config:
+    """The SmolLM3 that has the shared `fields` of ours.
+
+    Raises:
+        UserError: SmolLM3 lacks something that the model has.
+    """
+    require_fields(config, {"use_qk_norm": False}, "SmolLM3")
+    own = shared_fields(config, ("attention_bias", "mlp_bias", "layer_types", "no_rope_layers"))
+    window = config.sliding_window if "sliding_attention" in config.layer_types else None
+    return SmolLM3Config(
+        **fields,
+        **own,
+        use_sliding_window=window is not None,
+        sliding_window=window,
+        architectures=["SmolLM3ForCausalLM"],
+    )
+
+
 def weight_map(config: Any) -> WeightMap:
     """The table for one DCFormer configuration."""
     rules, drops = head_rules(config, (HEAD,), EMBEDDING)
-    names = ["model.norm.weight"]
-    names += [f"{LAYER}{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm")]
+    own_norm = "post_feedforward_layernorm" if config.norm_placement == "output" else "input_layernorm"
+    names = ["model.norm.weight", f"{LAYER}post_attention_layernorm.weight", f"{LAYER}{own_norm}.weight"]
     for kind in ("weight", "bias"):
         if kind == "weight" or config.attention_bias:
             names += [f"{LAYER}self_attn.{name}_proj.{kind}" for name in "qkv"]
@@ -144,4 +177,4 @@ def _joined_rules(config: Any) -> list[Rule]:
     ]
 
 
-LLAMA = Parent(("llama", "mistral", "phi3", "qwen2", "qwen3"), "dcformer", to_fields, restore, weight_map)
+LLAMA = Parent(("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3"), "dcformer", to_fields, restore, weight_map)

@@ -28,6 +28,9 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "probabilities only, rank 1": lambda: make_model(compose_pre=False, compose_rank=1),
     "gates only": lambda: make_model(compose_low_rank=False),
     "tied, with a gated MLP": lambda: make_model(tie_word_embeddings=True, mgate_dim=4),
+    "norms of outputs, layers without rotation": lambda: make_model(
+        norm_placement="output", qk_norm_type="joint_rms_norm", no_rope_layers=[0, 1, 0]
+    ),
     "alibi with gains": lambda: make_model(position_scheme="alibi", position_gain="bucket", compose_position_bias=True),
     "plain": lambda: make_model(compose_pre=False, compose_post=False, head_dim=32),
     "dcpythia": lambda: make_pythia(),
