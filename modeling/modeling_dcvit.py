@@ -13,7 +13,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_dcvit import DCViTConfig
-from .common.classification import check_class_labels, mean_of_tokens
+from .common.classification import class_loss, mean_of_tokens
 from .common.composed_model import ComposedPreTrainedModel
 from .common.encoder import EncoderLayers
 from .layers.composed_attention import ComposedAttention
@@ -193,6 +193,7 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
 
         Args:
             labels: `[B]`, the class of each image; or `[B, num_labels]` if `problem_type` is multi-label or regression.
+                With `num_items_in_batch` the loss is the sum over labels divided by it, else the mean.
 
         The other arguments are those of the base model.
 
@@ -208,8 +209,7 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
         logits = self.classifier(pooled)
         loss = None
         if labels is not None:
-            check_class_labels(labels, logits, self.config)
-            loss = self.loss_function(labels, logits, self.config, **kwargs)
+            loss = class_loss(self.loss_function, labels, logits, self.config, **kwargs)
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )

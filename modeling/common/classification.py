@@ -1,5 +1,6 @@
 """What classifiers of whole texts and of images share: pooling over the tokens, and checks of labels."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,6 +47,32 @@ def mean_of_tokens(hidden_states: Tensor, attention_mask: Any, prefix: int = 0) 
     # The mean over no token is zero, and not NaN, which would spoil the gradients of the whole batch.
     count = shown.sum(dim=1).clamp(min=1)
     return (wide.masked_fill(~shown, 0).sum(dim=1) / count).to(hidden_states.dtype)
+
+
+def class_loss(
+    loss_function: Callable[..., Tensor],
+    labels: Tensor,
+    logits: Tensor,
+    config: PreTrainedConfig,
+    *,
+    num_items_in_batch: Tensor | int | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """The loss `[]` of class scores `[B, C]`, after `check_class_labels`.
+
+    Args:
+        loss_function: the model's, with the arguments of Transformers' `ForSequenceClassificationLoss`.
+        num_items_in_batch: number of labels in the whole batch of which this one is a part. The loss is the sum over
+            labels divided by it; by default it is their mean.
+    """
+    check_class_labels(labels, logits, config)
+    if num_items_in_batch is None:
+        return loss_function(labels, logits, config, **kwargs)
+    if problem_type_of(labels, config) == "single_label_classification":
+        return loss_function(labels, logits, config, num_items_in_batch=num_items_in_batch, **kwargs)
+    # Transformers' losses of other problems are means in any case. A Trainer that accumulates gradients adds up what it
+    # gets, so that each mean would count as much as that of the whole batch.
+    return loss_function(labels, logits, config, **kwargs) * (labels.numel() / num_items_in_batch)
 
 
 def check_class_labels(labels: Tensor, logits: Tensor, config: PreTrainedConfig) -> None:

@@ -16,9 +16,9 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple
 
 from .classification import (
-    check_class_labels,
     check_skip_logits,
     check_token_labels,
+    class_loss,
     first_token,
     mean_of_tokens,
     read_by_loss,
@@ -132,7 +132,7 @@ class PooledClassificationHead(EncoderHead):
 
         Args:
             labels: `[B]`, or `[B, C]` if the configuration's `problem_type` is multi-label (or regression of several
-                values).
+                values). With `num_items_in_batch` the loss is the sum over labels divided by it, else the mean.
 
         Raises:
             ValueError: labels do not fit, or the mean is to be taken and the mask does not tell the real tokens.
@@ -142,8 +142,7 @@ class PooledClassificationHead(EncoderHead):
         logits = self.classify(pool(outputs.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
-            check_class_labels(labels, logits, self.config)
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+            loss = class_loss(self.loss_function, labels, logits, self.config, **kwargs)
         return SequenceClassifierOutput(loss=loss, logits=logits, **_recorded(outputs))
 
 

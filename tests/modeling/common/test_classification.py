@@ -9,6 +9,12 @@ import torch
 from torch import Tensor
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
+from dynattn import (
+    DCModernBertConfig,
+    DCModernBertForSequenceClassification,
+    DCViTConfig,
+    DCViTForImageClassification,
+)
 from dynattn.modeling.common.classification import check_class_labels, first_token, mean_of_tokens
 
 ROWS = 4
@@ -95,3 +101,33 @@ def test_labels_that_do_not_fit_are_refused(kind: str | None, count: int, labels
     config, logits = problem(kind, count)
     with pytest.raises(ValueError, match=re.escape(message)):
         check_class_labels(labels, logits, config)
+
+
+def tiny_classifier(kind: str, problem_type: str) -> tuple[Any, Tensor]:
+    """A classifier of texts or of images for `ROWS` labels of 3 numbers each or of 3 classes, and its input."""
+    options: dict[str, Any] = {"num_labels": 3, "problem_type": problem_type, "num_hidden_layers": 1}
+    if kind == "texts":
+        config = DCModernBertConfig.from_size("tiny", **options)
+        return DCModernBertForSequenceClassification(config).eval(), torch.randint(3, 2048, (ROWS, 5))
+    config = DCViTConfig.from_size("tiny", **options)
+    return DCViTForImageClassification(config).eval(), torch.randn(ROWS, 3, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("problem_type", "labels"),
+    [
+        ("single_label_classification", torch.tensor([0, 2, 1, -100])),
+        ("multi_label_classification", torch.rand(ROWS, 3)),
+        ("regression", torch.randn(ROWS, 3)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["texts", "images"])
+def test_losses_of_parts_of_a_batch_add_up_to_its_loss(kind: str, problem_type: str, labels: Tensor) -> None:
+    """A Trainer that accumulates gradients adds such losses, and does not divide them by the number of parts."""
+    model, inputs = tiny_classifier(kind, problem_type)
+    if kind == "images":
+        torch.nn.init.normal_(model.classifier.weight)  # new classifiers of images give zeros
+    whole = model(inputs, labels=labels).loss
+    items = labels.ne(-100).sum()  # as the Trainer counts them
+    parts = [model(inputs[rows], labels=labels[rows], num_items_in_batch=items).loss for rows in ([0], [1, 2, 3])]
+    torch.testing.assert_close(sum(parts), whole)
