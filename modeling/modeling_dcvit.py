@@ -151,6 +151,7 @@ class DCViTModel(EncoderLayers, DCViTPreTrainedModel):
             ValueError: the images or the mask have a shape that does not fit.
         """
         hidden_states = self.embeddings(pixel_values, interpolate_pos_encoding)
+        self.check_mask(attention_mask, hidden_states)
         hidden_states = self.norm(self.run_layers(hidden_states, attention_mask, **kwargs))
         pooled = self._pool(hidden_states, attention_mask)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)

@@ -25,7 +25,7 @@ from .decoder_inputs import (
     packed_document_starts,
     refuse_later_tokens,
 )
-from .input_checks import check_batch, check_cached_length, check_tokens, mask_beside_borders
+from .input_checks import check_batch, check_cached_length, check_layer_masks, check_tokens, mask_beside_borders
 from .layer_types import typed_layers
 from .packed_documents import borders_of, not_before_document
 
@@ -121,10 +121,10 @@ class DecoderBody:
         if position_ids is None:
             position_ids = default_positions(config, given.attention_mask, inputs_embeds, cache, starts)
         masks = given.attention_mask
-        if not isinstance(masks, dict):
+        if isinstance(masks, dict):
+            check_layer_masks(masks, config.layer_types)
+        else:
             masks = self.make_masks(given, inputs_embeds, starts)
-        if missing := sorted(set(config.layer_types) - set(masks)):
-            raise ValueError(f"attention_mask has no mask for the layer types {missing}; give one for each, or None")
         return DecoderInputs(inputs_embeds, position_ids, cache, masks, starts)
 
     def embed(self, inputs: DecoderInputs) -> Tensor:

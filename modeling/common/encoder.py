@@ -12,7 +12,13 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..caches.names import NEW_NAME, OLD_NAME
 from ..layers.attention_interface import implementation_for
-from .input_checks import check_attention_mask, check_position_ids, check_tokens, mask_beside_borders
+from .input_checks import (
+    check_attention_mask,
+    check_layer_masks,
+    check_position_ids,
+    check_tokens,
+    mask_beside_borders,
+)
 from .layer_types import layer_types_of, typed_layers
 from .packed_documents import borders_of, packed_starts, same_document, starts_by_borders
 
@@ -40,11 +46,11 @@ class EncoderLayers:
 
         Args:
             hidden_states: `[B, T, E]`, the first layer's.
-            attention_mask, position_ids: as `make_masks` takes them.
+            attention_mask, position_ids: as `make_masks` takes them; `check_mask` has accepted the mask.
             rotations: rotary cosines and sines for each layer type, where the family rotates.
 
         Raises:
-            ValueError: the mask does not fit, or hides a whole row; or `is_causal` or a cache is given.
+            ValueError: `is_causal` or a cache is given.
         """
         if kwargs.get("is_causal"):
             raise ValueError(
@@ -53,7 +59,6 @@ class EncoderLayers:
             )
         if given := [name for name in (OLD_NAME, NEW_NAME) if kwargs.get(name) is not None]:
             raise ValueError(f"{given[0]} has no meaning for an encoder, which reads all tokens at once; leave it out")
-        check_attention_mask(attention_mask, hidden_states, None, exact=True)
         masks = self.make_masks(hidden_states, attention_mask, position_ids)
         implementation = implementation_for(self.config, kwargs)
         for layer, layer_type in typed_layers(self.layers, self.config):
@@ -65,6 +70,12 @@ class EncoderLayers:
                 **kwargs,
             )
         return hidden_states
+
+    def check_mask(self, attention_mask: Any, inputs_embeds: Tensor) -> None:
+        """Raises ValueError if a mask does not fit embeddings `[B, T, E]`, or hides a whole row; before it is read."""
+        if isinstance(attention_mask, dict):
+            check_layer_masks(attention_mask, layer_types_of(self.config))
+        check_attention_mask(attention_mask, inputs_embeds, None, exact=True)
 
     def make_masks(
         self,
@@ -137,6 +148,7 @@ class EncoderBody(EncoderLayers):
             indices = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
             marks = indices - starts_by_borders(borders, inputs_embeds)
             position_ids = marks if position_ids is None else position_ids
+        self.check_mask(attention_mask, inputs_embeds)
         hidden_states = self.embed(inputs_embeds, position_ids, attention_mask)
         rotations = self.rotations(hidden_states, position_ids)
         hidden_states = self.run_layers(hidden_states, attention_mask, rotations, marks, **kwargs)

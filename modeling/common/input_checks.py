@@ -1,5 +1,6 @@
 """Checks of what callers give to encoders and decoders: special tokens, and tokens, positions, masks and caches."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -55,20 +56,22 @@ def check_position_ids(position_ids: Tensor | None, inputs_embeds: Tensor) -> No
 def check_attention_mask(attention_mask: Any, inputs_embeds: Tensor, cache: Cache | None, exact: bool) -> None:
     """Raises ValueError if a `[B, S]` mask does not fit embeddings `[B, T, E]`, or hides a whole row of the batch.
 
-    Of masks `[B, 1, T, S]` only the dtype is checked, of prepared masks nothing. With a cache only the shape is
-    checked, because a short row may be all padding in the first chunk of a prompt, and because reading values makes
-    decoding wait for the device.
+    Of masks `[B, 1, T, S]` only dtype and rows are checked, since the op checks the rest; of prepared masks nothing.
+    With a cache only the shape is checked, because a short row may be all padding in the first chunk of a prompt, and
+    because reading values makes decoding wait for the device.
 
     Args:
         exact: whether the mask must be of the tokens of `inputs_embeds` alone, and not of cached ones before them.
     """
     if not isinstance(attention_mask, Tensor):
         return
-    if attention_mask.ndim == 4:
-        check_mask_dtype(attention_mask)
-        return
     batch, length = inputs_embeds.shape[:2]
     shape = tuple(attention_mask.shape)
+    if len(shape) == 4:
+        check_mask_dtype(attention_mask)
+        if shape[0] not in (1, batch):
+            raise ValueError(f"attention_mask of shape {shape} does not fit {batch} rows; give [{batch}, 1, T, S]")
+        return
     if len(shape) != 2 or shape[0] != batch or shape[1] < length or (exact and shape[1] > length):
         raise ValueError(
             f"attention_mask of shape {shape} does not fit {batch} rows of {length} tokens; give one value for each "
@@ -79,6 +82,12 @@ def check_attention_mask(attention_mask: Any, inputs_embeds: Tensor, cache: Cach
     hidden_rows = (~attention_mask.bool().any(dim=-1)).nonzero().flatten().tolist()
     if hidden_rows:
         raise ValueError(f"attention_mask hides every token of rows {hidden_rows}; drop those rows from the batch")
+
+
+def check_layer_masks(masks: Mapping[str, Any], layer_types: Iterable[str]) -> None:
+    """Raises ValueError unless prepared masks have one, or None, for each of the layer types."""
+    if missing := sorted(set(layer_types) - set(masks)):
+        raise ValueError(f"attention_mask has no mask for the layer types {missing}; give one for each, or None")
 
 
 def is_complete_mask(attention_mask: Any) -> bool:

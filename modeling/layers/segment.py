@@ -67,8 +67,8 @@ def real_token_mask(
     """Which of the `read` positions before `end` hold a token and not padding, `[B, read]`; None where all do.
 
     Convolutions read zeros in place of padding. Padding between tokens would still count as distance, so batches are
-    padded on the left. Of a complete mask `[B, 1, T, S]` from the caller the diagonal is read: a padded token does not
-    see even itself. A single new token is never padding.
+    padded on the left. Of a complete mask `[B, 1, T or 1, S]` from the caller the diagonal is read: a padded token does
+    not see even itself. A single new token is never padding.
     """
     if isinstance(given_mask, Tensor) and given_mask.ndim == 2:
         columns = torch.arange(-read, 0, device=given_mask.device) + end
@@ -79,7 +79,9 @@ def real_token_mask(
     visible, _ = split_mask(mask)
     queries = torch.arange(length, device=mask.device)
     itself = queries + (mask.shape[-1] - length if query_offset is None else query_offset)
-    tokens = visible[:, 0, queries, itself]  # type: ignore[index]
+    # A mask with other sizes than those of the call is left for the op to refuse.
+    rows, columns = (index.clamp(0, size - 1) for index, size in zip((queries, itself), mask.shape[2:], strict=True))
+    tokens = visible[:, 0, rows, columns]  # type: ignore[index]
     return torch.cat([tokens.new_ones(tokens.shape[0], read - length), tokens], dim=1)
 
 

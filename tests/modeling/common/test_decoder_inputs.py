@@ -330,7 +330,7 @@ def tiny(**fields: Any) -> DCFormerForCausalLM:
 ROWS = torch.randint(3, 99, (2, 8), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("shape", [(2, 5), (2, 8, 1), (1, 8), (3, 8)])
+@pytest.mark.parametrize("shape", [(2, 5), (2, 8, 1), (1, 8), (3, 8), (3, 1, 8, 8)])
 def test_masks_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="does not fit"):
         tiny()(ROWS, attention_mask=torch.ones(shape))

@@ -227,6 +227,24 @@ def test_bad_calls_say_what_is_wrong(kind: str, changes: dict[str, Any], message
         make_model(kind)(**arguments(**changes))
 
 
+UNFIT_MASKS: list[tuple[Any, str]] = [
+    (torch.ones(6), r"shape \(6,\) does not fit 2 rows of 6 tokens"),
+    (torch.ones(2, 6, 6), r"shape \(2, 6, 6\) does not fit 2 rows of 6 tokens"),
+    (torch.ones(2, 1, 6, 6, dtype=torch.long), r"is torch\.int64; use a boolean one"),
+    (torch.ones(3, 1, 6, 6, dtype=torch.bool), r"shape \(3, 1, 6, 6\) does not fit 2 rows"),
+    (torch.ones(2, 1, 6, 9, dtype=torch.bool), "does not broadcast to"),
+    (torch.ones(2, 1, 4, 6, dtype=torch.bool), "does not broadcast to"),
+    ({}, r"no mask for the layer types \['full_attention'\]"),
+]
+
+
+@pytest.mark.parametrize(("mask", "message"), UNFIT_MASKS, ids=[message for _, message in UNFIT_MASKS])
+@pytest.mark.parametrize("kind", ["dcbart", "rcmha"])
+def test_masks_that_do_not_fit_a_source_are_named(kind: str, mask: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_model(kind).get_encoder()(input_ids=random_tokens(2, 6), attention_mask=mask)
+
+
 @pytest.mark.parametrize("kind", ["dcbart", "mha"])
 def test_positions_that_the_model_does_not_have_are_refused(kind: str) -> None:
     model = make_model(kind)

@@ -17,3 +17,6 @@ def test_a_complete_mask_tells_padding_among_the_new_tokens():
     static = torch.nn.functional.pad(visible, (0, 3))  # a static cache has keys behind the new tokens
     found = real_token_mask(static, static, length=2, read=5, query_offset=torch.tensor(3), end=5)
     assert found is not None and found.tolist() == expected
+    of_keys = visible[:, :, 1:]  # the same for all queries
+    found = real_token_mask(of_keys, of_keys, length=2, read=5, query_offset=None, end=5)
+    assert found is not None and found.tolist() == expected
