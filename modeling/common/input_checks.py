@@ -114,7 +114,7 @@ def mask_beside_borders(attention_mask: Any) -> Any:
 
 
 def check_cached_length(attention_mask: Any, inputs_embeds: Tensor, cache: Cache) -> None:
-    """Raises ValueError if a `[B, S]` mask ends before the tokens `[B, T, E]` after a cache, or the cache before them.
+    """Raises ValueError if a `[B, S]` mask ends before the tokens `[B, T, ..]` after a cache, or the cache before them.
 
     Masks `[B, 1, T, S]` and prepared masks are not checked. The check is skipped while tracing, and where the number of
     cached tokens would have to be read from a device.

@@ -13,6 +13,7 @@ from ..caches.names import named_cache
 from ..caches.offloading import update_layer
 from ..common.activation_checkpointing import check_keeps_cache
 from ..common.decoder_heads import causal_model_in
+from ..common.input_checks import check_cached_length
 from ..positions.rotary import batch_dependent_rope
 
 
@@ -35,7 +36,7 @@ def prepack(model: Any, prompts: Sequence[Tensor], past_key_values: Cache | None
 
     Raises:
         ValueError: the model has no language modeling head or keeps no cache, a prompt is empty or no tensor, the cache
-            is not empty, or the rotary embedding depends on the longest prompt.
+            is not empty or has no room, or the rotary embedding depends on the longest prompt.
     """
     model = causal_model_in(model)
     check_keeps_cache(model)
@@ -48,6 +49,7 @@ def prepack(model: Any, prompts: Sequence[Tensor], past_key_values: Cache | None
         input_ids[row, -len(prompt) :] = prompt
         attention_mask[row, -len(prompt) :] = 1
     if max(lengths) > 1:
+        check_cached_length(None, input_ids[:, 1:], cache)
         fill(model, cache, input_ids, [length - 1 for length in lengths])
     return {"input_ids": input_ids, "attention_mask": attention_mask, **named_cache(cache)}
 

@@ -161,3 +161,11 @@ def test_a_cache_that_holds_tokens_is_refused() -> None:
     model(torch.tensor([[1]]), past_key_values=cache)
     with pytest.raises(ValueError, match="the cache holds 1 tokens already"):
         prepack(model, make_prompts(), cache)
+
+
+def test_a_static_cache_without_room_stays_empty() -> None:
+    model = make_model()
+    cache = StaticCache(config=model.config, max_cache_len=4)
+    with pytest.raises(ValueError, match="past_key_values has room for max_cache_len=4 tokens, and 0 cached and 7 new"):
+        prepack(model, [torch.arange(8), torch.arange(3)], cache)
+    assert cache.get_seq_length() == 0
