@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache, EncoderDecoderCache, StaticLayer
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.utils.generic import merge_with_config_defaults
@@ -68,9 +68,9 @@ class Seq2SeqDecoderBody:
         check_tokens(input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        cache = self._cache(past_key_values, use_cache)
-        own = None if cache is None else cache.self_attention_cache
         check_source(encoder_hidden_states, inputs_embeds, self.config.hidden_size)
+        cache = self._cache(past_key_values, use_cache, encoder_hidden_states)  # type: ignore[arg-type]
+        own = None if cache is None else cache.self_attention_cache
         exact = past_key_values is None and not is_tracing(inputs_embeds)  # exported sizes may differ
         check_attention_mask(attention_mask, inputs_embeds, own, exact=exact)
         if own is not None:
@@ -126,8 +126,12 @@ class Seq2SeqDecoderBody:
             ),
         }
 
-    def _cache(self, cache: Cache | None, use_cache: bool | None) -> EncoderDecoderCache | None:
-        """The caller's cache, or a new one if `use_cache` asks for it, prepared by `prepare_cache`."""
+    def _cache(self, cache: Cache | None, use_cache: bool | None, source: Tensor) -> EncoderDecoderCache | None:
+        """The caller's cache, or a new one if `use_cache` asks for it, prepared by `prepare_cache`.
+
+        Args:
+            source: `[B, S, E]`, whose keys and values it has to keep.
+        """
         if cache is not None:
             check_keeps_cache(self, cache)
         elif use_cache:
@@ -139,7 +143,7 @@ class Seq2SeqDecoderBody:
                 f"past_key_values is a {type(cache).__name__}; an encoder-decoder keeps its own tokens and the source: "
                 "give EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))"
             )
-        check_cross_attention_cache(cache.cross_attention_cache)
+        check_cross_attention_cache(cache.cross_attention_cache, source)
         self.prepare_cache(cache)
         return cache
 
@@ -169,14 +173,24 @@ def check_source(encoder_hidden_states: Tensor | None, inputs_embeds: Tensor, wi
         )
 
 
-def check_cross_attention_cache(cache: Cache) -> None:
-    """Raises ValueError if `cache` quantizes: its layers hold no whole keys, which cross-attention reads each time."""
+def check_cross_attention_cache(cache: Cache, source: Tensor) -> None:
+    """Raises ValueError unless `cache` can keep whole keys of a source `[B, S, E]`, which are read in each step.
+
+    A quantized one holds none, and a static one may have no room for them; sizes are not compared while tracing.
+    """
     for layer in cache.layers:
         if isinstance(layer, QUANTIZED_LAYERS):
             raise ValueError(
                 f"a {type(layer).__name__} cannot keep the keys of the source for cross-attention; give "
                 "EncoderDecoderCache(cache, DynamicCache(config=config))"
             )
+    length = source.shape[1]
+    rooms = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
+    if rooms and not is_tracing(source) and min(rooms) < length:
+        raise ValueError(
+            f"the cache for cross-attention has room for max_cache_len={min(rooms)} tokens of the source, which has "
+            f"{length}; make it with max_cache_len={length} or more"
+        )
 
 
 def check_target_length(cache: Cache | None, length: int, limit: int) -> None:

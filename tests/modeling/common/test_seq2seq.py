@@ -268,6 +268,16 @@ def test_a_target_that_outgrows_the_positions_is_refused(kind: str, cache: str) 
 
 
 @pytest.mark.parametrize("kind", ["dcbart", "rcmha"])
+def test_a_static_cache_without_room_for_the_source_is_refused(kind: str) -> None:
+    model = make_model(kind)
+    rooms = [StaticCache(config=model.config, max_cache_len=room) for room in (8, 4)]
+    message = "has room for max_cache_len=4 tokens of the source, which has 6"
+    with pytest.raises(ValueError, match=message):
+        model(**arguments(past_key_values=EncoderDecoderCache(*rooms)))
+    assert rooms[0].get_seq_length() == 0
+
+
+@pytest.mark.parametrize("kind", ["dcbart", "rcmha"])
 def test_a_mask_of_the_new_target_tokens_alone_is_refused_beside_a_cache(kind: str) -> None:
     model, source, target = make_model(kind), random_tokens(2, 6), random_tokens(2, 4)
     cache = model(input_ids=source, decoder_input_ids=target[:, :3], use_cache=True).past_key_values
