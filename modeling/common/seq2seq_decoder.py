@@ -18,7 +18,7 @@ from ..caches.names import named_cache, takes_either_name
 from ..layers.attention_interface import implementation_for
 from .activation_checkpointing import check_keeps_cache
 from .decoder_inputs import count_positions, refuse_later_tokens
-from .input_checks import check_attention_mask, check_cached_length, check_tokens
+from .input_checks import check_attention_mask, check_batch, check_cached_length, check_tokens
 
 
 class Seq2SeqDecoderBody:
@@ -71,6 +71,7 @@ class Seq2SeqDecoderBody:
         check_source(encoder_hidden_states, inputs_embeds, self.config.hidden_size)
         cache = self._cache(past_key_values, use_cache, encoder_hidden_states)  # type: ignore[arg-type]
         own = None if cache is None else cache.self_attention_cache
+        check_batch(inputs_embeds.shape[0], own)
         exact = past_key_values is None and not is_tracing(inputs_embeds)  # exported sizes may differ
         check_attention_mask(attention_mask, inputs_embeds, own, exact=exact)
         if own is not None:

@@ -277,6 +277,18 @@ def test_a_static_cache_without_room_for_the_source_is_refused(kind: str) -> Non
     assert rooms[0].get_seq_length() == 0
 
 
+@pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("kind", ["dcbart", "rcmha"])
+def test_a_cache_of_another_batch_is_refused(kind: str, cache_class: Any) -> None:
+    model = make_model(kind)
+    options = {"max_cache_len": 8} if cache_class is StaticCache else {}
+    cache = EncoderDecoderCache(*(cache_class(config=model.config, **options) for _ in range(2)))
+    model(**arguments(past_key_values=cache))
+    given = {"input_ids": random_tokens(4, 6), "decoder_input_ids": random_tokens(4, 1), "past_key_values": cache}
+    with pytest.raises(ValueError, match="past_key_values is of a batch of 2 rows and the input of 4"):
+        model(**given)
+
+
 @pytest.mark.parametrize("kind", ["dcbart", "rcmha"])
 def test_a_mask_of_the_new_target_tokens_alone_is_refused_beside_a_cache(kind: str) -> None:
     model, source, target = make_model(kind), random_tokens(2, 6), random_tokens(2, 4)
