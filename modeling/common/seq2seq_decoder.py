@@ -71,13 +71,9 @@ class Seq2SeqDecoderBody:
         check_source(encoder_hidden_states, inputs_embeds, self.config.hidden_size)
         cache = self._cache(past_key_values, use_cache, encoder_hidden_states)  # type: ignore[arg-type]
         own = None if cache is None else cache.self_attention_cache
-        check_batch(inputs_embeds.shape[0], own)
         exact = past_key_values is None and not is_tracing(inputs_embeds)  # exported sizes may differ
-        check_attention_mask(attention_mask, inputs_embeds, own, exact=exact)
-        if own is not None:
-            check_cached_length(attention_mask, inputs_embeds, own)
+        check_target(attention_mask, inputs_embeds, own, self.config.max_position_embeddings, exact=exact)
         check_attention_mask(encoder_attention_mask, encoder_hidden_states, own, exact=True)  # type: ignore[arg-type]
-        check_target_length(own, inputs_embeds.shape[1], self.config.max_position_embeddings)
         hidden_states = self.add_positions(inputs_embeds, count_positions(attention_mask, inputs_embeds, own))
         arguments = self.layer_arguments(
             inputs_embeds, attention_mask, encoder_hidden_states, encoder_attention_mask, own
@@ -194,8 +190,18 @@ def check_cross_attention_cache(cache: Cache, source: Tensor) -> None:
         )
 
 
-def check_target_length(cache: Cache | None, length: int, limit: int) -> None:
-    """Raises ValueError if `length` tokens after those of the cache need more than `limit` positions."""
+def check_target(attention_mask: Any, inputs_embeds: Tensor, cache: Cache | None, limit: int, *, exact: bool) -> None:
+    """Raises ValueError unless the target fits its mask, the cache of self-attention and `limit` positions.
+
+    Args:
+        attention_mask, exact: as in `check_attention_mask`.
+        inputs_embeds: `[B, T, E]`.
+    """
+    batch, length = inputs_embeds.shape[:2]
+    check_batch(batch, cache)
+    check_attention_mask(attention_mask, inputs_embeds, cache, exact=exact)
+    if cache is not None:
+        check_cached_length(attention_mask, inputs_embeds, cache)
     past_tokens = past_tokens_within(cache, length, limit)
     if past_tokens is not None:
         check_length(past_tokens + length, limit, "target")
