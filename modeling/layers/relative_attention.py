@@ -145,7 +145,7 @@ class RCMHAAttention(ConvolvedHeads):
         options: dict[str, Any] = {
             "attention_mask": attention_mask,
             "sliding_window": self.config.sliding_window,
-            "terms": PositionTerms(*tables, segment.query_offset, self.later_rows),
+            "terms": PositionTerms(*tables, segment.query_offset, self.later_rows, has_finite_bias=True),
         }
         return self.attend(query, key, value, implementation, **options)
 

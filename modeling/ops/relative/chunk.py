@@ -41,6 +41,7 @@ class RelativeChunk(NamedTuple):
     keys: slice
     structure: Structure
     later_rows: int  # rows of the tables that belong to later keys
+    bias_hides: bool  # whether the bias may hide keys, and with them all that a query sees
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -179,13 +180,13 @@ class RelativeChunk(NamedTuple):
         probs = torch.softmax(scores, dim=-1, dtype=at_least_float32(scores.dtype))
         # By its position a query of a causal chunk sees a key, and one without a window sees all of them.
         sees_any = self.structure.is_causal or self.structure.sliding_window is None
-        if sees_any and operands.visible is None:
+        if sees_any and operands.visible is None and not self.bias_hides:
             return probs
         return probs.masked_fill_(scores.eq(-torch.inf).all(-1, keepdim=True), 0.0)
 
 
-def relative_chunks(structure: Structure, later_rows: int) -> list[RelativeChunk]:
+def relative_chunks(structure: Structure, later_rows: int, bias_hides: bool) -> list[RelativeChunk]:
     """Divides the queries, which end where the keys end, into chunks of `CHUNK`; those that see no key are left out."""
     spans = structure.query_spans(CHUNK)
-    chunks = [RelativeChunk(span, structure.reach(span), structure, later_rows) for span in spans]
+    chunks = [RelativeChunk(span, structure.reach(span), structure, later_rows, bias_hides) for span in spans]
     return [chunk for chunk in chunks if chunk.keys.stop > chunk.keys.start]

@@ -39,6 +39,7 @@ class RelativeSettings(NamedTuple):
     sliding_window: int | None
     dropout: float
     later_rows: int  # of the rows in `embeddings` and `bias`
+    bias_may_hide: bool  # keys, where it is minus infinity
 
 
 ARGUMENTS = arguments_of(RelativeInputs, RelativeSettings)
@@ -94,7 +95,10 @@ def relative_chunked(
     kept = bias if embeddings is None else None
     tensors = [x if x is None or x is kept else autocast(x)[0] for x in tensors]
     seed = torch.randint(2**62, (), device="cpu") if dropout else None
-    settings = RelativeSettings(scaling, is_causal, sliding_window, dropout, terms.later_rows - rows.start)
+    bias_may_hide = bias is not None and not terms.has_finite_bias
+    settings = RelativeSettings(
+        scaling, is_causal, sliding_window, dropout, terms.later_rows - rows.start, bias_may_hide
+    )
     output = _forward_op(*tensors, attention_mask, seed, *settings)
     return (F.pad(output, (0, 0, 0, 0, unseeing, 0)) if unseeing else output), None
 
@@ -167,7 +171,10 @@ def _backward_op(grad_output: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 def _chunks(inputs: RelativeInputs, settings: RelativeSettings) -> list[RelativeChunk]:
     """The chunks of a call, in which the last query is at the last key."""
     structure = Structure.of_call(inputs.query, inputs.key, None, settings.is_causal, settings.sliding_window)
-    return relative_chunks(structure, settings.later_rows)
+    bias_hides, bias = settings.bias_may_hide, inputs.bias
+    if bias_hides and bias is not None and bias.is_cpu:  # reading it from another device would wait
+        bias_hides = bool(bias.isneginf().any())
+    return relative_chunks(structure, settings.later_rows, bias_hides)
 
 
 @_forward_op.register_fake

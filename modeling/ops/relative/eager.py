@@ -18,6 +18,7 @@ class PositionTerms(NamedTuple):
     content_bias: Tensor | None = None  # [H, D]
     offset: int | Tensor | None = None  # position of the first query among the keys; None: the last is at the last key
     later_rows: int = 0  # how many rows of the tables, from the first on, belong to later keys
+    has_finite_bias: bool = False  # whether the bias surely hides no key, as it does where it is minus infinity
 
     @property
     def tables(self) -> dict[str, Tensor]:

@@ -132,13 +132,14 @@ def test_rows_that_see_nothing_are_zero_with_finite_gradients(implementation: st
     assert all(grad.isfinite().all() for grad in grads.values())
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "chunked"])
 def test_a_query_from_which_a_bias_hides_all_keys_gets_zeros(implementation: str) -> None:
     given = inputs(5, 5)
     given["position_bias"][0] = -torch.inf  # type: ignore[index]
-    output = relative_attention(**given, implementation=implementation)  # type: ignore[arg-type]
+    output, grads = run(given, implementation)
     assert not output[:, 0].any()
     torch.testing.assert_close(output[:, 1], given["value"][:, :, 0])  # type: ignore[index]
+    assert all(grad.isfinite().all() for grad in grads.values())
 
 
 def test_a_gradient_that_an_additive_mask_would_not_get_is_refused() -> None:
