@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases.models import assert_same_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from dynattn import (
@@ -82,6 +83,23 @@ def test_attention_runs_once_and_gradients_are_the_same_to_the_bit(case: str) ->
             found = learn(make(case, checkpointing))
         assert ops.forward_calls(CASES[case][-1]) == runs * LAYERS
         assert all(map(torch.equal, found, expected))
+
+
+def test_operators_of_code_from_a_checkpoint_are_kept_too() -> None:
+    """Each copy of the code registers them in a namespace of its own."""
+    runs: list[int] = []
+
+    @torch.library.custom_op("dynattn_0123456789abcdef::attend", mutates_args=())
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        """Counts a call for `x` of any shape, and returns a copy."""
+        runs.append(1)
+        return x.clone()
+
+    attend.register_autograd(lambda _, grad: grad)
+    x = torch.ones(3, requires_grad=True)
+    checkpoint(lambda x: attend(x).sin(), x, use_reentrant=False, context_fn=keep_attention_outputs).sum().backward()
+    assert len(runs) == 1
+    torch.testing.assert_close(x.grad, x.cos())
 
 
 @pytest.mark.parametrize("case", ["dcformer", "rcmha"])
