@@ -144,12 +144,17 @@ def _check_options(options: dict[str, Any], given: Iterable[str]) -> None:
         raise ValueError(f"options {fixed} would change what the modules compute; leave them out")
 
 
-def _composed_from(name: str, attention: nn.MultiheadAttention, options: dict[str, Any]) -> ComposedMultiheadAttention:
-    """Returns a new module with the parameters of `attention` and composed heads that start as the identity."""
+def _refuse_hooks(name: str, attention: nn.MultiheadAttention) -> None:
+    """Raises ValueError if `attention` has hooks or a `forward` of its own, which the module in its place lacks."""
     hooks = [kind for kind in HOOKS if getattr(attention, kind)]
     if hooks or "forward" in vars(attention):
         what = f"hooks ({', '.join(hooks)})" if hooks else "a `forward` of its own"
         raise ValueError(f"{name} has {what}, which would be lost; remove them first, or leave it out by `names`")
+
+
+def _composed_from(name: str, attention: nn.MultiheadAttention, options: dict[str, Any]) -> ComposedMultiheadAttention:
+    """Returns a new module with the parameters of `attention` and composed heads that start as the identity."""
+    _refuse_hooks(name, attention)
     weight = attention.in_proj_weight if attention.in_proj_weight is not None else attention.q_proj_weight
     given = {
         "dropout": attention.dropout,

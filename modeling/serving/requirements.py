@@ -129,19 +129,7 @@ def check_settings(vocab_size: int, generation_config: Any, settings: Any) -> No
                 f"continuous batching does not serve {name}={value!r}; leave it out, or use generate() with a batch "
                 "that is padded on the left"
             )
-    biased = generation_config.sequence_bias or {}
-    sequences = list(biased) if isinstance(biased, dict) else [tokens for tokens, _ in biased]
-    for tokens in sequences:
-        if not isinstance(tokens, tuple | list) or not all(0 <= token < vocab_size for token in tokens):
-            raise ValueError(
-                f"sequence_bias (logit_bias) names {tokens!r}, which is no sequence of tokens of the vocabulary of "
-                f"{vocab_size}; give {{(token,): bias}}"
-            )
-    if longer := [tokens for tokens in sequences if len(tokens) > 1]:
-        raise ValueError(
-            f"continuous batching does not serve a sequence_bias of several tokens, such as {longer[0]}, which depends "
-            "on earlier ones; give single tokens, or use generate() with a batch that is padded on the left"
-        )
+    _check_biases(vocab_size, generation_config.sequence_bias or {})
     if generation_config.cache_implementation == "quantized":
         raise ValueError(
             "cache_implementation='quantized' would quantize composition factors with the keys, and continuous "
@@ -154,6 +142,22 @@ def check_settings(vocab_size: int, generation_config: Any, settings: Any) -> No
         )
     if settings.use_async_batching:
         raise ValueError("use_async_batching is not served with composed heads, whose steps read lengths; leave it out")
+
+
+def _check_biases(vocab_size: int, biased: Any) -> None:
+    """Raises ValueError unless `sequence_bias`, a dictionary or a list of pairs, is of single tokens that exist."""
+    sequences = list(biased) if isinstance(biased, dict) else [tokens for tokens, _ in biased]
+    for tokens in sequences:
+        if not isinstance(tokens, tuple | list) or not all(0 <= token < vocab_size for token in tokens):
+            raise ValueError(
+                f"sequence_bias (logit_bias) names {tokens!r}, which is no sequence of tokens of the vocabulary of "
+                f"{vocab_size}; give {{(token,): bias}}"
+            )
+    if longer := [tokens for tokens in sequences if len(tokens) > 1]:
+        raise ValueError(
+            f"continuous batching does not serve a sequence_bias of several tokens, such as {longer[0]}, which depends "
+            "on earlier ones; give single tokens, or use generate() with a batch that is padded on the left"
+        )
 
 
 def check_joins(running: Any, asked: Any) -> None:
