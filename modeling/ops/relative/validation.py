@@ -32,16 +32,24 @@ def check_relative_call(
         ValueError: something does not fit; the message says what was given and what would fit.
     """
     check_call(query, key, value, attention_mask, scaling, sliding_window)
-    heads, width = query.shape[1], query.shape[3]
+    heads = query.shape[1]
     if key.shape[1] != heads:
         raise ValueError(
             f"key {tuple(key.shape)} does not fit query {tuple(query.shape)}: relative attention has no grouped "
             f"queries, so key and value need {heads} heads; repeat theirs"
         )
-    check_offset(terms.offset)
     if not (is_number(dropout) and 0 <= dropout <= 1):
         raise ValueError(f"dropout must be a probability, from 0 to 1, not {dropout!r}")
-    later_rows, content_bias = terms.later_rows, terms.content_bias
+    _check_terms(terms, query, is_causal)
+    if attention_mask is None:
+        sizes = (query.shape[2], key.shape[2])
+        check_table_lengths(terms.tables, *sizes, sliding_window, terms.offset, terms.later_rows, is_causal)
+
+
+def _check_terms(terms: PositionTerms, query: Tensor, is_causal: bool) -> None:
+    """Raises ValueError unless each term fits queries `[B, H, T, D]`; the lengths of tables are not checked."""
+    check_offset(terms.offset)
+    (_, heads, _, width), later_rows, content_bias = query.shape, terms.later_rows, terms.content_bias
     if not (is_integer(later_rows) and later_rows >= 0):
         raise ValueError(f"later_rows must be the number of rows for later keys, at least 0, not {later_rows!r}")
     has_later_rows = is_causal or later_rows > 0
@@ -51,14 +59,10 @@ def check_relative_call(
     if terms.bias is not None:
         _check_table("position_bias", terms.bias, (heads,), has_later_rows)
         check_kind("position_bias", terms.bias, query, torch.float32)
-    if attention_mask is None:
-        sizes = (query.shape[2], key.shape[2])
-        check_table_lengths(terms.tables, *sizes, sliding_window, terms.offset, later_rows, is_causal)
-    if content_bias is None:
-        return
-    if content_bias.shape != (heads, width):
-        raise ValueError(f"content_bias of shape {tuple(content_bias.shape)} must be [{heads}, {width}]")
-    check_kind("content_bias", content_bias, query)
+    if content_bias is not None:
+        if content_bias.shape != (heads, width):
+            raise ValueError(f"content_bias of shape {tuple(content_bias.shape)} must be [{heads}, {width}]")
+        check_kind("content_bias", content_bias, query)
 
 
 def _check_table(name: str, table: Tensor, row_shape: tuple[int, ...], has_later_rows: bool) -> None:
