@@ -261,6 +261,9 @@ def test_dropout_of_chunks_is_a_mask_of_probabilities_with_its_gradients(
     kept = drop(value=identity).transpose(1, 2).ne(0)
     assert kept[probs > 0].double().mean().item() == pytest.approx(1 - share, abs=0.02)
     assert (kept[:, :, :16] != kept[:, :, 16:32])[(probs[:, :, :16] > 0) & (probs[:, :, 16:32] > 0)].any()
+    for one, other in ((kept[0], kept[1]), (kept[:, 0], kept[:, 1])):  # rows of the batch, and heads
+        differing = (one != other)[:, probs[0, 0] > 0]
+        assert differing.double().mean().item() == pytest.approx(2 * share * (1 - share), abs=0.03)
     expected = ((probs * kept / (1 - share)) @ leaves["value"]).transpose(1, 2)
     output = drop(**leaves)
     torch.testing.assert_close(output, expected, atol=1e-12, rtol=0)
