@@ -67,6 +67,18 @@ def test_any_cache_gives_the_full_forwards_logits(kind: str, prompt: int) -> Non
     torch.testing.assert_close(decode(model, ids[:, prompt:], cache), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("kind", MAKERS)
+def test_caches_keep_what_autocast_computes_in_its_dtype(kind: str) -> None:
+    """Norms and rotations make keys float32, and a static cache has one dtype for keys and values."""
+    model, ids = make_model(), random_ids(2, 9)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        cache = filled(model, ids[:, :5], MAKERS[kind](model.config))
+        found, expected = decode(model, ids[:, 5:], cache), model(ids, use_cache=False).logits[:, 5:]
+    layer: Any = cache.layers[0]
+    assert layer.keys.dtype == layer.values.dtype == torch.bfloat16
+    assert (found - expected).norm() < 0.1 * expected.norm()
+
+
 def test_a_prompt_read_in_chunks_has_the_logits_of_one_pass() -> None:
     model, ids = make_model(), random_ids(2, 40)
     cache: Cache | None = None
