@@ -5,7 +5,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache, EncoderDecoderCache
-from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder
 
 from ..configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
@@ -16,6 +15,7 @@ from .common.packed_documents import packed_starts
 from .common.relative_model import RelativeLayer, RelativePreTrainedModel
 from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, SourceEncoderBody
 from .common.seq2seq_decoder import Seq2SeqDecoderBody
+from .layers.readable import is_readable
 from .layers.relative_attention import RCMHAAttention, RCMHACrossAttention
 from .layers.segment import Segment, describe_segment, real_token_mask
 from .positions.absolute import make_absolute
@@ -194,8 +194,8 @@ def source_token_mask(config: RCMHASeq2SeqConfig, attention_mask: Any) -> Tensor
 
 
 def refuse_packed_documents(position_ids: Tensor) -> None:
-    """Raises ValueError if positions `[.., S]` restart; values cannot be read while tracing."""
-    starts = None if is_tracing(position_ids) else packed_starts(position_ids, position_ids.shape)
+    """Raises ValueError if positions `[.., S]` restart, where values can be read."""
+    starts = packed_starts(position_ids, position_ids.shape) if is_readable(position_ids) else None
     if starts is not None:
         raise ValueError(
             f"position_ids restart at token {int(starts.max())}, where convolutions would read across documents; give "

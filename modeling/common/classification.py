@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.utils.import_utils import is_tracing
 
+from ..layers.readable import is_readable
 from ..ops.chunked_loss import IGNORED
 from ..ops.dtypes import at_least_float32
-from ..ops.modes import are_transforms_active
 from .input_checks import is_complete_mask
 
 
@@ -141,7 +140,7 @@ def problem_type_of(labels: Tensor, config: PreTrainedConfig) -> str:
 
 def _check_range(labels: Tensor, count: int) -> None:
     """Raises ValueError if classes on a CPU are not among `count`; -100 stands for none."""
-    if labels.device.type != "cpu" or is_tracing(labels) or are_transforms_active():
+    if labels.device.type != "cpu" or not is_readable(labels):
         return
     wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= count))]
     if len(wrong):

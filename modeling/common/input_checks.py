@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.utils.import_utils import is_tracing
 
+from ..layers.readable import is_readable
 from ..ops.validation import check_mask_dtype
 
 
@@ -77,7 +78,7 @@ def check_attention_mask(attention_mask: Any, inputs_embeds: Tensor, cache: Cach
             f"attention_mask of shape {shape} does not fit {batch} rows of {length} tokens; give one value for each "
             f"{'token' if exact else 'cached and new token'}"
         )
-    if cache is not None or length == 1 or is_tracing(attention_mask):
+    if cache is not None or length == 1 or not is_readable(attention_mask):
         return
     hidden_rows = (~attention_mask.bool().any(dim=-1)).nonzero().flatten().tolist()
     if hidden_rows:
@@ -98,14 +99,14 @@ def is_complete_mask(attention_mask: Any) -> bool:
 def mask_beside_borders(attention_mask: Any) -> Any:
     """The caller's mask beside `cu_seq_lens`: a mask `[B, S]` must hide nothing and is dropped.
 
-    Values cannot be read while tracing; the mask is then taken to hide nothing.
+    Where values cannot be read, the mask is taken to hide nothing.
 
     Raises:
         ValueError: a mask `[B, S]` hides tokens.
     """
     if attention_mask is None or is_complete_mask(attention_mask):
         return attention_mask
-    if not is_tracing(attention_mask) and not attention_mask.all():
+    if is_readable(attention_mask) and not attention_mask.all():
         raise ValueError(
             f"attention_mask hides {int((attention_mask == 0).sum())} tokens of documents packed by cu_seq_lens; drop "
             "those tokens from the row, or make a document of them"

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils.import_utils import is_tracing
+
+from ..layers.readable import is_readable
 
 
 def starts_by_positions(position_ids: Tensor) -> Tensor:
@@ -22,10 +23,10 @@ def starts_by_positions(position_ids: Tensor) -> Tensor:
 def packed_starts(position_ids: Tensor, shape: torch.Size) -> Tensor | None:
     """`starts_by_positions` for a batch of the `shape` `[B, T]`; None where every row is one document.
 
-    Values cannot be read while tracing; rows are then taken to pack several documents.
+    Where values cannot be read, rows are taken to pack several documents.
     """
     starts = starts_by_positions(position_ids).expand(shape)
-    return starts if is_tracing(starts) or bool(starts.any()) else None
+    return starts if not is_readable(starts) or bool(starts.any()) else None
 
 
 def borders_of(arguments: Mapping[str, Any]) -> Tensor | None:
@@ -57,8 +58,7 @@ def starts_by_borders(cu_seq_lens: Tensor, inputs_embeds: Tensor) -> Tensor:
         )
     batch, length = inputs_embeds.shape[:2]
     starts = cu_seq_lens.to(inputs_embeds.device)
-    readable = not is_tracing(starts)  # values are not, while tracing
-    if batch != 1 or (readable and (starts[0] != 0 or starts[-1] != length or (starts.diff() < 0).any())):
+    if batch != 1 or (is_readable(starts) and (starts[0] != 0 or starts[-1] != length or (starts.diff() < 0).any())):
         raise ValueError(
             f"cu_seq_lens must rise from 0 to the length of a single packed row; it goes from {int(starts[0])} to "
             f"{int(starts[-1])} for {batch} rows of {length} tokens"

@@ -11,9 +11,9 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils import ModelOutput, can_return_tuple
-from transformers.utils.import_utils import is_tracing
 
 from ..caches.names import cache_in, named_cache, takes_either_name
+from ..layers.readable import is_readable
 from ..ops.chunked_loss import IGNORED
 from .classification import check_skip_logits, read_by_loss
 from .decoder_inputs import count_positions
@@ -260,8 +260,8 @@ def refuse_complete_mask(attention_mask: Any) -> None:
 
 
 def check_position_range(position_ids: Tensor, limit: int) -> None:
-    """Raises ValueError if positions `[.., S]` are not among the first `limit`; values cannot be read while tracing."""
-    if is_tracing(position_ids) or not position_ids.numel():
+    """Raises ValueError if positions `[.., S]` are not among the first `limit`, where values can be read."""
+    if not is_readable(position_ids) or not position_ids.numel():
         return
     least, largest = (int(end) for end in position_ids.aminmax())
     if least < 0 or largest >= limit:

@@ -8,12 +8,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
-from transformers.utils.import_utils import is_tracing
 
 from ..ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS, Attention, resolve_implementation
 from ..ops.dcmha.composition import Composition
 from ..ops.dcmha.validation import check_composed_call
 from ..ops.distance_tables import NO_TABLES, DistanceTables, refusing_tables
+from .readable import is_readable
 
 logger = logging.get_logger(__name__)
 
@@ -51,6 +51,8 @@ def compact_mask(
     kwargs |= {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
     kwargs |= {"attention_mask": attention_mask}
     if not hasattr(config, "composes"):
+        if attention_mask is not None and not is_readable(attention_mask):  # Transformers would look for padding in it
+            allow_is_causal_skip = kwargs["allow_is_bidirectional_skip"] = False
         return sdpa_mask(allow_is_causal_skip=allow_is_causal_skip, **kwargs)
     end = kv_offset + kv_length
     bidirectional = not allow_is_causal_skip and kwargs.get("allow_is_bidirectional_skip", False)
@@ -63,7 +65,7 @@ def compact_mask(
     if attention_mask is None:
         return None
     visible = attention_mask[:, kv_offset:end]
-    return visible if is_tracing(visible) or not bool(visible.all()) else None
+    return visible if not is_readable(visible) or not bool(visible.all()) else None
 
 
 def attention_function(attend: Attention) -> Attention:

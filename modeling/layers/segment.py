@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
-from transformers.utils.import_utils import is_tracing
 
 from ..caches.key_places import first_query_offset, key_count
 from ..ops.masking import split_mask
+from .readable import is_readable
 
 
 class Segment(NamedTuple):
@@ -73,7 +73,7 @@ def real_token_mask(
     if isinstance(given_mask, Tensor) and given_mask.ndim == 2:
         columns = torch.arange(-read, 0, device=given_mask.device) + end
         tokens = given_mask.index_select(1, columns.clamp(max=given_mask.shape[1] - 1)).bool()
-        return None if not is_tracing(tokens) and bool(tokens.all()) else tokens
+        return None if is_readable(tokens) and bool(tokens.all()) else tokens
     if not isinstance(given_mask, (Tensor, dict)) or mask is None or length == 1:
         return None
     visible, _ = split_mask(mask)
@@ -89,13 +89,13 @@ def check_relative_reach(config: PreTrainedConfig, length: int, keys: int, docum
     """Raises ValueError if a segment reaches over more keys than the relative position tables have rows.
 
     Of packed documents only the longest counts. Its length is read from `document_positions` `[B, T]`, which makes the
-    host wait for the device; while tracing, values cannot be read and the check is skipped.
+    host wait for the device; where values cannot be read, the check is skipped.
     """
     limit = config.max_position_embeddings
     if not config.is_relative or config.sliding_window is not None or keys <= limit:
         return
     if document_positions is not None:
-        if is_tracing(document_positions):
+        if not is_readable(document_positions):
             return
         length = keys = int(document_positions.max()) + 1
     if keys > limit:

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.utils.import_utils import is_tracing
 
+from ..ops.modes import are_transforms_active
+
 
 class SinusoidalTable(nn.Module):
     """A table of `sinusoids`, which is computed and not part of checkpoints."""
@@ -66,12 +68,12 @@ def check_learned_positions(length: int, past_tokens: int | None, position_ids: 
     """Raises ValueError if a segment has positions `[B, T]` beyond the table of `limit` learned ones.
 
     Reading positions waits for the device. So in decoding they are read only once a token may be beyond the table, and
-    never while tracing.
+    never while tracing or under transforms of functions.
 
     Args:
         past_tokens: number of tokens before the segment; None where the segment cannot reach beyond the table.
     """
-    if is_tracing(position_ids) or past_tokens is None:
+    if past_tokens is None or is_tracing(position_ids) or are_transforms_active():
         return
     if (length == 1 and past_tokens < limit) or not position_ids.numel():
         return

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import cpu_offload
-from cases.models import make_model
+from cases.models import assert_same_gradients, make_model
 from peft import LoraConfig, PrefixTuningConfig, VeraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
@@ -94,6 +94,26 @@ def test_backward_hooks_see_the_composition(name: str) -> None:
         given = {"pixel_values": torch.randn(1, 3, *model.config.image_shape)}
     model(**given)[0].sum().backward()
     assert seen == set(generators)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "dcvit"])
+def test_gradients_of_each_example_alone_see_its_padding(name: str) -> None:
+    """By transforms of functions, as for private training: they cannot read the values of a mask or of labels."""
+    family, mask = FAMILIES[name], torch.ones_like(IDS)
+    mask[0, :5] = 0
+    config = family.load_config_class().from_size("tiny", vocab_size=97, pad_token_id=0, initializer_range=0.2)
+    model = family.load_model_class(family.main_auto_class)(config).eval()
+    model.set_attn_implementation("chunked")  # masks of `sdpa` are Transformers', which reads values
+    weights = dict(model.named_parameters())
+
+    def loss(weights: dict[str, torch.Tensor], *example: torch.Tensor) -> torch.Tensor:
+        given = dict(zip(("input_ids", "attention_mask", "labels"), (one[None] for one in example), strict=True))
+        return torch.func.functional_call(model, weights, (), given).loss
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0, 0))(weights, IDS[:2], mask[:2], IDS[2:])
+    for index in range(2):
+        alone = torch.autograd.grad(loss(weights, IDS[index], mask[index], IDS[index + 2]), list(weights.values()))
+        assert_same_gradients([grads[index] for grads in found.values()], list(alone))
 
 
 @pytest.mark.parametrize("auto_class", ["AutoModelForSequenceClassification", "AutoModelForTokenClassification"])
