@@ -96,7 +96,7 @@ def refuse_headless(source: TensorSource, names: Iterable[str], fix: str) -> Non
     names = set(names)
     for name in sorted(names):
         bare = name.partition(".")[2]
-        if bare in source.headers.keys() - names and name not in source.headers:
+        if name not in source.headers and bare in source.headers and bare not in names:
             raise UserError(f"the weights have {bare} and no {name}, so they are of a model without a head; {fix}")
 
 
