@@ -97,7 +97,8 @@ def test_an_exported_vision_transformer_serves_all_batches_and_image_sizes() -> 
 
 @torch.no_grad()
 def test_an_exported_text_classifier_serves_all_batches_and_lengths() -> None:
-    model = DCModernBertForSequenceClassification(DCModernBertConfig.from_size("tiny")).eval()
+    layers = {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
+    model = DCModernBertForSequenceClassification(DCModernBertConfig.from_size("tiny", **layers)).eval()
     both = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2, max=100)}
     ids = torch.randint(9, 90, (3, 20))
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -112,7 +113,7 @@ def test_an_exported_text_classifier_serves_all_batches_and_lengths() -> None:
 @pytest.mark.parametrize("kind", ["dcbart", "rcmha", pytest.param("mha", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_an_exported_encoder_decoder_serves_all_batches_and_lengths(kind: str) -> None:
-    model = make_model(kind)
+    model = make_model(kind, num_hidden_layers=1, decoder_layers=1)  # every layer takes a second to trace
     batch, lengths = torch.export.Dim("batch"), [torch.export.Dim(name, min=2, max=64) for name in ("source", "target")]
     names = ("input_ids", "decoder_input_ids")
     shapes: dict[str, Any] = {name: {0: batch, 1: length} for name, length in zip(names, lengths, strict=True)}
