@@ -30,7 +30,7 @@ COMP_WORDS=(dynattn convert o) COMP_CWORD=2; _dynattn; echo "${{COMPREPLY[@]}}"
 COMP_WORDS=(dynattn publish --dry) COMP_CWORD=2; _dynattn; echo "${{COMPREPLY[@]}}"
 """
     shown = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True).stdout
-    assert shown == "official\n--dry_run\n"
+    assert shown == "official olmo\n--dry_run\n"
 
 
 def test_shells_are_named(capsys: pytest.CaptureFixture[str]) -> None:
