@@ -1,4 +1,4 @@
-"""What classifiers of whole texts and of images share: pooling over the tokens, and checks of labels."""
+"""What classifiers of whole texts and of images share: pooling over the tokens, checks of labels, and the loss."""
 
 from collections.abc import Callable
 from typing import Any

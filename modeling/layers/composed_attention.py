@@ -83,7 +83,7 @@ class ComposedAttention(nn.Module):
         Composed probabilities can be negative, and those of a query need not sum to one.
 
         Args:
-            hidden_states: `[B, T, E]`, normalized.
+            hidden_states: `[B, T, E]`, what the layer gives to it, normalized or not.
             position_embeddings: cosines and sines, each `[B, T, rotary_dim]`; without them, and in a layer that
                 `no_rope_layers` leaves out, nothing is rotated.
             attention_mask: as the mask function of the implementation makes it.

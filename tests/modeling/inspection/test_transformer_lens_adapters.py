@@ -66,6 +66,12 @@ def test_a_bridge_computes_what_the_model_does_and_caches_its_maps(family: str) 
     assert ("blocks.0.hook_resid_mid" in cache) == (family != "dcpythia")
 
 
+def test_layers_without_norms_of_their_inputs_are_refused() -> None:
+    model = DCFormerForCausalLM(DCFormerConfig.from_size("tiny", **SHAPE, norm_placement="output"))
+    with pytest.raises(ValueError, match="norm_placement='output' has no norms before attention and MLP"):
+        bridge(model)
+
+
 @torch.no_grad()
 def test_patching_probabilities_changes_the_logits_as_the_algebra_says() -> None:
     """Composition is linear in the maps, so that halving those before it halves those after it, and `hook_z`."""

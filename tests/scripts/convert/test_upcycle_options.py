@@ -317,18 +317,18 @@ def test_of_a_name_on_the_hub_only_the_weights_that_are_read_are_downloaded(
         ({"mgate_dim": 4}, "mgate_dim is 4"),
         ({"position_scheme": "none"}, "position_scheme is 'none'"),
         ({"position_gain": "bucket"}, "position_gain is 'bucket'"),
-        ({"rope_parameters": {"rope_type": "power", "power_factor": 0.5}}, "Qwen3 or SmolLM3 model has one set"),
-        ({"use_qk_norm": True, "mlp_bias": True}, "mlp_bias is True, but a Qwen3"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "but a Mistral model can only have"),
+        ({"rope_parameters": {"rope_type": "power", "power_factor": 0.5}}, "Qwen3 or SmolLM3 models have one set"),
+        ({"use_qk_norm": True, "mlp_bias": True}, "mlp_bias is True, but Qwen3 models"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "but Mistral models can only have"),
         ({"attention_scaling": 0.5}, "attention_scaling is 0.5"),
         ({"attention_output_bias": True}, "attention_output_bias is True"),
         ({"use_qk_norm": True, "qk_norm_type": "layer_norm"}, "qk_norm_type is 'layer_norm'"),
-        ({"rope_parameters": PARTLY, "head_dim": 32}, "head_dim is 32, but a Phi-3"),
-        ({"rope_parameters": PARTLY, "attention_bias": True}, "attention_bias is True, but a Phi-3"),
-        ({"norm_placement": "output"}, "norm_placement is 'output', but a Llama"),
+        ({"rope_parameters": PARTLY, "head_dim": 32}, "head_dim is 32, but Phi-3 models"),
+        ({"rope_parameters": PARTLY, "attention_bias": True}, "attention_bias is True, but Phi-3 models"),
+        ({"norm_placement": "output"}, "norm_placement is 'output', but Llama, Mistral"),
         ({"use_qk_norm": True, "qk_norm_type": "joint_rms_norm"}, "qk_norm_type is 'joint_rms_norm'"),
-        ({"no_rope_layers": [1, 0], "use_qk_norm": True}, "use_qk_norm is True, but a SmolLM3"),
-        ({"no_rope_layers": [1, 0], "rope_parameters": PARTLY}, "no_rope_layers is [1, 0], but a Phi-3"),
+        ({"no_rope_layers": [1, 0], "use_qk_norm": True}, "use_qk_norm is True, but SmolLM3 models"),
+        ({"no_rope_layers": [1, 0], "rope_parameters": PARTLY}, "no_rope_layers is [1, 0], but Phi-3 models"),
         (
             {"no_rope_layers": [1, 0], "attention_bias": True, "attention_output_bias": False},
             "attention_output_bias is False",
@@ -366,6 +366,28 @@ def test_reverse_refuses_what_neox_or_gpt2_lacks(
     gpt2 = {"position_scheme": "learned", "use_parallel_residual": False} if kind == "gpt2" else {}
     ours = save(tmp_path / "ours", DCPythiaConfig(**{**NEOX, **plain, **gpt2, field: value}))
     assert f"{field} is {value!r}" in refusal(capsys, kind, ours, tmp_path / "back", "--reverse")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("norm_placement", "input"),
+        ("use_qk_norm", False),
+        ("qk_norm_type", "rms_norm"),
+        ("qk_norm_eps", 1e-5),
+        ("mlp_bias", True),
+        ("mgate_dim", 4),
+        ("no_rope_layers", [1, 0]),
+        ("rope_parameters", {"rope_type": "power", "power_factor": 0.5}),
+    ],
+)
+def test_reverse_refuses_what_olmo_lacks(
+    field: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = {"norm_placement": "output", "qk_norm_type": "joint_rms_norm", "compose_init_scale": 0}
+    ours = save(tmp_path / "ours", DCFormerConfig(**{**NEOX, **plain, field: value}))
+    line = refusal(capsys, "olmo", ours, tmp_path / "back", "--reverse")
+    assert f"{field} is " in line and "but OLMo 2 or 3 models" in line
 
 
 @pytest.mark.parametrize("field", ["add_cross_attention", "scale_attn_by_inverse_layer_idx"])

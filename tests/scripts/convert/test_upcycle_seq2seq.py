@@ -162,5 +162,5 @@ def test_reverse_refuses_what_no_parent_has(tmp_path: Path, capsys: pytest.Captu
         ("head_dim", 3, 12),
     ):
         edit_config(tmp_path / "ours", **{field: value})
-        assert f"{field} is {value}, but a Marian model can only have {needed}" in refusal(capsys, *command)
+        assert f"{field} is {value}, but Marian models can only have {needed}" in refusal(capsys, *command)
         edit_config(tmp_path / "ours", **{field: "ABSENT"})

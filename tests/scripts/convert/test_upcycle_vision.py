@@ -143,7 +143,7 @@ def test_reverse_refuses_what_no_parent_has(tmp_path: Path, capsys: pytest.Captu
     assert "the model composes heads, which the parent cannot" in refusal(capsys, *command)
     edit_config(tmp_path / "ours", position_embedding_type="sincos2d")
     line = refusal(capsys, *command)
-    assert "position_embedding_type is 'sincos2d', but a ViT model can only have 'learned'" in line
+    assert "position_embedding_type is 'sincos2d', but ViT models can only have 'learned'" in line
 
 
 def test_without_a_class_name_it_is_a_classifier(tmp_path: Path) -> None:

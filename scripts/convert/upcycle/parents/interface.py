@@ -94,10 +94,8 @@ def require_rotary(config: PreTrainedConfig, family: str, *, but: tuple[str, ...
     require_fields(config, {name: value for name, value in ROTARY_ALONE.items() if name not in but}, family)
     used = {config.rope_of(layer_type).get("rope_type", "default") for layer_type in config.layer_types}
     if (config.has_nested_rope and not nested) or used - {"default", *ROPE_INIT_FUNCTIONS}:
-        number = "sets" if nested else "one set"
-        raise UserError(
-            f"rope_parameters is {config.rope_parameters!r}, but a {family} model has {number}, of a type that it knows"
-        )
+        number, rope = "sets" if nested else "one set", config.rope_parameters
+        raise UserError(f"rope_parameters is {rope!r}, but {family} models have {number}, of a type that they know")
 
 
 def plain_heads(config: PreTrainedConfig) -> dict[str, Any]:
@@ -120,4 +118,4 @@ def require_fields(config: PreTrainedConfig, needed: dict[str, Any], family: str
     """Raises UserError where a field of ours has another value than the only one that `family` can run."""
     for name, value in needed.items():
         if getattr(config, name) != value:
-            raise UserError(f"{name} is {getattr(config, name)!r}, but a {family} model can only have {value!r}")
+            raise UserError(f"{name} is {getattr(config, name)!r}, but {family} models can only have {value!r}")

@@ -116,9 +116,8 @@ def _phi3(config: Any, fields: dict[str, Any], needed: dict[str, Any]) -> Phi3Co
         UserError: Phi-3 lacks something that the model has.
     """
     head_dim = config.hidden_size // config.num_attention_heads
-    absent = {"attention_bias": False, "mlp_bias": False, "use_qk_norm": False, "head_dim": head_dim}
-    absent["no_rope_layers"] = None
-    require_fields(config, {**needed, **absent}, "Phi-3")
+    absent = {"attention_bias": False, "mlp_bias": False, "use_qk_norm": False, "no_rope_layers": None}
+    require_fields(config, {**needed, **absent, "head_dim": head_dim}, "Phi-3")
     trained = config.rope_parameters.get("original_max_position_embeddings", config.max_position_embeddings)
     window = config.sliding_window if "sliding_attention" in config.layer_types else None
     return Phi3Config(
