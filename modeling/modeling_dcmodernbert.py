@@ -14,6 +14,7 @@ from .common.encoder import EncoderBody
 from .common.encoder_heads import (
     EncoderTokenClassificationHead,
     MaskedLMHead,
+    MultipleChoiceHead,
     PooledClassificationHead,
     QuestionAnsweringHead,
 )
@@ -119,6 +120,12 @@ class DCModernBertForSequenceClassification(PooledClassificationHead, DCModernBe
     base_class = DCModernBertModel
 
 
+class DCModernBertForMultipleChoice(MultipleChoiceHead, DCModernBertPreTrainedModel):
+    """The encoder with a score for each of several texts."""
+
+    base_class = DCModernBertModel
+
+
 class DCModernBertForTokenClassification(EncoderTokenClassificationHead, DCModernBertPreTrainedModel):
     """The encoder with a classifier of every token."""
 
@@ -138,6 +145,7 @@ def make_norm(config: DCModernBertConfig) -> nn.LayerNorm:
 
 __all__ = [
     "DCModernBertForMaskedLM",
+    "DCModernBertForMultipleChoice",
     "DCModernBertForQuestionAnswering",
     "DCModernBertForSequenceClassification",
     "DCModernBertForTokenClassification",

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     )
     from dynattn.modeling.modeling_dcmodernbert import (
         DCModernBertForMaskedLM,
+        DCModernBertForMultipleChoice,
         DCModernBertForQuestionAnswering,
         DCModernBertForSequenceClassification,
         DCModernBertForTokenClassification,
@@ -79,6 +80,7 @@ __all__ = [
     "DCFormerModel",
     "DCModernBertConfig",
     "DCModernBertForMaskedLM",
+    "DCModernBertForMultipleChoice",
     "DCModernBertForQuestionAnswering",
     "DCModernBertForSequenceClassification",
     "DCModernBertForTokenClassification",

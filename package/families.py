@@ -25,6 +25,7 @@ ENCODER_HEADS = MappingProxyType(
     {
         "AutoModel": "Model",
         "AutoModelForMaskedLM": "ForMaskedLM",
+        "AutoModelForMultipleChoice": "ForMultipleChoice",
         "AutoModelForSequenceClassification": "ForSequenceClassification",
         "AutoModelForTokenClassification": "ForTokenClassification",
         "AutoModelForQuestionAnswering": "ForQuestionAnswering",

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
+from transformers.loss.loss_utils import fixed_cross_entropy
 
 from ..layers.readable import is_readable
 from ..ops.chunked_loss import IGNORED
@@ -74,6 +75,23 @@ def class_loss(
     return loss_function(labels, logits, config, **kwargs) * (labels.numel() / num_items_in_batch)
 
 
+def choice_loss(labels: Tensor, scores: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """The loss `[]` of scores `[B, C]` of the choices in each row, of which `labels` `[B]` number the right ones.
+
+    Args:
+        num_items_in_batch: number of labels in the whole batch, as in `class_loss`.
+
+    Raises:
+        ValueError: labels have another shape, or, on a CPU, number no choice.
+    """
+    rows, count = scores.shape
+    if tuple(labels.shape) != (rows,):
+        raise ValueError(f"labels of shape {tuple(labels.shape)} must be [{rows}], the number of a choice for each row")
+    if (wrong := _first_outside(labels, count)) is not None:
+        raise ValueError(f"labels hold the choice {wrong}, but each row has {count}; number them from 0")
+    return fixed_cross_entropy(scores.to(at_least_float32(scores.dtype)), labels, num_items_in_batch, IGNORED)
+
+
 def check_class_labels(labels: Tensor, logits: Tensor, config: PreTrainedConfig) -> None:
     """Raises ValueError unless labels fit logits `[B, C]` and the kind of problem for which there is a loss.
 
@@ -140,11 +158,16 @@ def problem_type_of(labels: Tensor, config: PreTrainedConfig) -> str:
 
 def _check_range(labels: Tensor, count: int) -> None:
     """Raises ValueError if classes on a CPU are not among `count`; -100 stands for none."""
-    if labels.device.type != "cpu" or not is_readable(labels):
-        return
-    wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= count))]
-    if len(wrong):
+    if (wrong := _first_outside(labels, count)) is not None:
         raise ValueError(
-            f"labels hold the class {int(wrong[0])}, but must be at least 0 and smaller than num_labels ({count}), or "
+            f"labels hold the class {wrong}, but must be at least 0 and smaller than num_labels ({count}), or "
             f"{IGNORED} where none counts; make a model with more labels, or number the classes from 0"
         )
+
+
+def _first_outside(labels: Tensor, count: int) -> int | None:
+    """The first label that is neither -100 nor among `count`; None if there is none, or if labels are not on a CPU."""
+    if labels.device.type != "cpu" or not is_readable(labels):
+        return None
+    wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= count))]
+    return int(wrong[0]) if len(wrong) else None

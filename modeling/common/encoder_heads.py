@@ -9,6 +9,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_outputs import (
     BaseModelOutput,
     MaskedLMOutput,
+    MultipleChoiceModelOutput,
     QuestionAnsweringModelOutput,
     SequenceClassifierOutput,
     TokenClassifierOutput,
@@ -18,6 +19,7 @@ from transformers.utils import can_return_tuple
 from .classification import (
     check_skip_logits,
     check_token_labels,
+    choice_loss,
     class_loss,
     first_token,
     mean_of_tokens,
@@ -65,6 +67,15 @@ class EncoderHead:
     def classify(self, hidden_states: Tensor) -> Tensor:
         """Class scores `[..., C]` of hidden states `[..., E]`."""
         return self.classifier(self.dropout(self.prediction_head(hidden_states)))
+
+    def classify_texts(self, hidden_states: Tensor, attention_mask: Any) -> Tensor:
+        """Class scores `[B, C]` of the first real token, or of the mean of all real tokens, of states `[B, T, E]`.
+
+        Raises:
+            ValueError: the mean is to be taken, and the mask does not tell the real tokens.
+        """
+        pool = first_token if self.config.classifier_pooling == "cls" else mean_of_tokens
+        return self.classify(pool(hidden_states, attention_mask))
 
 
 class MaskedLMHead(EncoderHead):
@@ -138,12 +149,54 @@ class PooledClassificationHead(EncoderHead):
             ValueError: labels do not fit, or the mean is to be taken and the mask does not tell the real tokens.
         """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
-        pool = first_token if self.config.classifier_pooling == "cls" else mean_of_tokens
-        logits = self.classify(pool(outputs.last_hidden_state, attention_mask))
+        logits = self.classify_texts(outputs.last_hidden_state, attention_mask)
         loss = None
         if labels is not None:
             loss = class_loss(self.loss_function, labels, logits, self.config, **kwargs)
         return SequenceClassifierOutput(loss=loss, logits=logits, **_recorded(outputs))
+
+
+class MultipleChoiceHead(EncoderHead):
+    """A score for each of several texts, of which one is the right one, such as endings of a story."""
+
+    def make_output(self, config: Any) -> None:
+        """Makes the classifier, whose only output is the score of a text."""
+        super().make_output(config)
+        self.classifier = nn.Linear(config.hidden_size, 1)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> MultipleChoiceModelOutput:
+        """Returns scores `[B, C]` of the `C` choices in each row and, with labels, the loss.
+
+        Args:
+            input_ids: `[B, C, T]`; embeddings are `[B, C, T, E]`, and mask and positions have the dimension of the
+                choices too.
+            labels: `[B]`, the number of the right choice. With `num_items_in_batch` the loss is the sum over labels
+                divided by it, else the mean.
+
+        The other arguments are those of the base model.
+
+        Raises:
+            ValueError: inputs have no dimension of the choices; or labels do not fit; or as the classifier of texts.
+        """
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        inputs |= {"inputs_embeds": inputs_embeds}
+        rows, choices = _rows_and_choices(inputs)
+        texts = {name: given if given is None else given.flatten(0, 1) for name, given in inputs.items()}
+        outputs = self.model(**texts, **kwargs)
+        logits = self.classify_texts(outputs.last_hidden_state, texts["attention_mask"]).view(rows, choices)
+        loss = None
+        if labels is not None:
+            loss = choice_loss(labels, logits, kwargs.get("num_items_in_batch"))
+        return MultipleChoiceModelOutput(loss=loss, logits=logits, **_recorded(outputs))
 
 
 class EncoderTokenClassificationHead(EncoderHead):
@@ -213,6 +266,24 @@ class QuestionAnsweringHead(EncoderHead):
         if start_positions is not None:
             loss = self.loss_function(start, end, start_positions, end_positions, **kwargs)
         return QuestionAnsweringModelOutput(loss=loss, start_logits=start, end_logits=end, **_recorded(outputs))
+
+
+def _rows_and_choices(inputs: dict[str, Tensor | None]) -> tuple[int, ...]:
+    """The number of rows and of choices, the first two dimensions of every input that is given.
+
+    Raises:
+        ValueError: an input has other ones, or none of the choices.
+    """
+    given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    if not given:
+        raise ValueError("give exactly one of input_ids and inputs_embeds")
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor) or tensor.ndim < 3:
+            raise ValueError(f"{name} must be a tensor [batch, choices, length, ...]; tokenize all choices of a row")
+    sizes = {name: tuple(tensor.shape[:2]) for name, tensor in given.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"inputs must agree in rows and choices, but have {sizes}; give every input for each choice")
+    return next(iter(sizes.values()))
 
 
 def _recorded(outputs: BaseModelOutput) -> dict[str, Any]:

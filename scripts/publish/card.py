@@ -27,6 +27,7 @@ from .evaluation_metadata import merge_evaluation, read_evaluation
 
 TASKS = {
     "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForMultipleChoice": "multiple-choice",
     "AutoModelForQuestionAnswering": "question-answering",
     "AutoModelForImageClassification": "image-classification",
     "AutoModelForCausalLM": "text-generation",

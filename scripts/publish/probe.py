@@ -51,8 +51,9 @@ def measure(model: Any, tokenizer: Any = None) -> dict[str, Tensor]:
         mask[row, : (row + (len(tokens) == 1)) * tokens.shape[1] // 4] = 0
     target = _target(model, tokens)
     cached = {"use_cache": True} if "use_cache" in signature(model.forward).parameters else {}
-    plain = model(tokens, **target, **cached)
-    answers = {"plain": plain[0], "left-padded": _hide_padding(model(tokens, attention_mask=mask, **target)[0], mask)}
+    texts, shown = _as_texts(model, tokens), _as_texts(model, mask)
+    plain = model(texts, **target, **cached)
+    answers = {"plain": plain[0], "left-padded": _hide_padding(model(texts, attention_mask=shown, **target)[0], mask)}
     if _cache_of(plain) is not None:
         answers["cached"] = _decode(model, tokens)
     if model.can_generate():
@@ -148,6 +149,11 @@ def _probe_tokens(model: Any) -> Tensor:
     config = model.config.get_text_config()
     shape = (ROWS if model.can_generate() else 1, min(LENGTH, config.max_position_embeddings))
     return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+
+def _as_texts(model: Any, rows: Tensor) -> Tensor:
+    """`rows` `[B, T]` as a model of one text in each row reads them; with one choice, `[B, 1, T]`, if it chooses."""
+    return rows[:, None] if type(model).__name__.endswith("ForMultipleChoice") else rows
 
 
 def _target(model: Any, tokens: Tensor) -> dict[str, Tensor]:

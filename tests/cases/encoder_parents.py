@@ -57,6 +57,8 @@ ENCODER_PARENTS: dict[str, tuple[str, ModernBertConfig]] = {
         ModernBertConfig(**SHAPE, num_labels=3, classifier_pooling="mean", classifier_activation="silu"),
     ),
     "modernbert-tokens": ("ForTokenClassification", ModernBertConfig(**SHAPE, num_labels=5)),
+    "modernbert-choices": ("ForMultipleChoice", ModernBertConfig(**SHAPE)),
+    "modernbert-choices-mean": ("ForMultipleChoice", ModernBertConfig(**SHAPE, classifier_pooling="mean")),
     "modernbert-answers": ("ForQuestionAnswering", ModernBertConfig(**SHAPE)),
 }
 for name, ropes in LONGER_ROPES.items():

@@ -16,6 +16,7 @@ import dynattn
 from dynattn import (
     DCModernBertConfig,
     DCModernBertForMaskedLM,
+    DCModernBertForMultipleChoice,
     DCModernBertForQuestionAnswering,
     DCModernBertForSequenceClassification,
     DCModernBertForTokenClassification,
@@ -63,6 +64,8 @@ def test_answers_and_gradients_are_the_parents(name: str, implementation: str, t
     fields = IDENTITY if implementation.startswith("identity") else OFF
     theirs, ours = make_pair(name, implementation.removeprefix("identity-"), tmp_path, **fields)
     ids, mask = inputs("right")
+    if ENCODER_PARENTS[name][0] == "ForMultipleChoice":
+        ids, mask = ids[None], mask[None]  # two choices of one row
     expected, observed = theirs(ids, attention_mask=mask)[0], ours(ids, attention_mask=mask)[0]
     real = mask.bool() if expected.shape[:2] == mask.shape else slice(None)
     # Transformers' eager softmax of this model is in float32.
@@ -253,6 +256,39 @@ def test_the_loss_of_an_answer_is_that_of_its_start_and_of_its_end() -> None:
     pairs = ((output.start_logits, starts), (output.end_logits, ends))
     expected = sum(torch.nn.functional.cross_entropy(logits, places) for logits, places in pairs) / 2
     torch.testing.assert_close(output.loss, expected)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_choices_are_scored_alone_and_learned_against_each_other(pooling: str) -> None:
+    config = DCModernBertConfig(**{**SHAPE, **STRONG}, classifier_pooling=pooling)
+    model, labels = DCModernBertForMultipleChoice(config).double().eval(), torch.tensor([2, 0])
+    ids, mask = torch.randint(3, ROWS, (2, 3, T)), torch.ones(2, 3, T, dtype=torch.long)
+    mask[1, 2, -PADS:] = 0
+    output = model(ids, attention_mask=mask, labels=labels)
+    assert output.logits.shape == (2, 3)
+    for row, choice in ((0, 1), (1, 2)):
+        alone = model(ids[row, choice, : mask[row, choice].sum()][None, None]).logits
+        torch.testing.assert_close(alone, output.logits[row : row + 1, choice : choice + 1], atol=1e-9, rtol=0)
+    torch.testing.assert_close(output.loss, torch.nn.functional.cross_entropy(output.logits, labels))
+    part = model(ids, attention_mask=mask, labels=labels, num_items_in_batch=torch.tensor(8)).loss
+    torch.testing.assert_close(part, output.loss * 2 / 8)
+    embeddings = model.model.embed_tokens(ids)
+    again = model(inputs_embeds=embeddings, attention_mask=mask, position_ids=torch.arange(T).expand(2, 3, T)).logits
+    torch.testing.assert_close(again, output.logits)
+
+
+def test_choices_that_do_not_fit_are_refused() -> None:
+    model, ids = DCModernBertForMultipleChoice(DCModernBertConfig(**SHAPE)), torch.randint(3, ROWS, (2, 3, T))
+    for given, message in (
+        ({"input_ids": ids[0]}, r"input_ids must be a tensor \[batch, choices, length, ...\]"),
+        ({"input_ids": ids, "attention_mask": {}}, "attention_mask must be a tensor"),
+        ({"input_ids": ids, "attention_mask": torch.ones(2, 4, T)}, "inputs must agree in rows and choices"),
+        ({}, "exactly one of input_ids and inputs_embeds"),
+        ({"input_ids": ids, "labels": torch.tensor([1, 3])}, "labels hold the choice 3, but each row has 3"),
+        ({"input_ids": ids, "labels": torch.tensor([1, 2, 0])}, r"labels of shape \(3,\) must be \[2\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(**given)
 
 
 def test_labels_of_tokens_in_another_order_are_refused() -> None:

@@ -23,11 +23,11 @@ def ask(model: PreTrainedModel, ids: Tensor) -> Answers:
     right, left = torch.cat([row, padding], dim=1), torch.cat([padding, row], dim=1)
     real = torch.arange(length)[None] < kept
     ways = {"right": (right, real, slice(None, kept)), "left": (left, real.flip(1), slice(length - kept, None))}
-    together, alone = model(ids)[0], model(row)[0]
+    together, alone = _answer(model, ids), _answer(model, row)
     for_each_token = together.shape[1] == length
     padded = {}
     for side, (tokens, mask, tokens_of_row) in ways.items():
-        answer = model(tokens, attention_mask=mask.long())[0]
+        answer = _answer(model, tokens, mask.long())
         padded[side] = answer[:, tokens_of_row] if for_each_token else answer
     # Padding on the right often changes no bit, but shifted tokens are rotated by other angles, which rounds anew.
     noise = rounding_between((alone, padded["right"]), (alone, padded["left"]))
@@ -37,6 +37,14 @@ def ask(model: PreTrainedModel, ids: Tensor) -> Answers:
         noise = max(rounding_between((alone, padded["right"])), share * max(1, largest(alone)))
     question = f"{ids.numel()} tokens, plain, right-padded and left-padded"
     return Answers(question, (together, alone, *padded.values()), noise)
+
+
+def _answer(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """What `model` says of token ids `[B, T]`, which are the only choices of their rows if it chooses."""
+    if not type(model).__name__.endswith("ForMultipleChoice"):
+        return model(ids, attention_mask=mask)[0]
+    # ModernBERT's own fails without a mask if it takes the mean.
+    return model(ids[:, None], attention_mask=(torch.ones_like(ids) if mask is None else mask)[:, None])[0]
 
 
 def relative_rounding(model: PreTrainedModel, row: Tensor, padded: Tensor, mask: Tensor, tokens_of_row: slice) -> float:

@@ -169,6 +169,7 @@ def test_a_model_without_code_is_saved_without_code(original: Path, tmp_path: Pa
         pytest.param("DCViT", "ForImageClassification", marks=pytest.mark.slow),
         pytest.param("DCModernBert", "ForMaskedLM", marks=pytest.mark.slow),
         pytest.param("DCModernBert", "ForQuestionAnswering", marks=pytest.mark.slow),
+        pytest.param("DCModernBert", "ForMultipleChoice", marks=pytest.mark.slow),
         pytest.param("DCViT", "Model", marks=pytest.mark.slow),
         pytest.param("DCFormer", "Model", marks=pytest.mark.slow),
         pytest.param("DCFormer", "ForTokenClassification", marks=pytest.mark.slow),

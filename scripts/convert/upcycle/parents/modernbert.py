@@ -17,7 +17,10 @@ SHARED = (
     *("tie_word_embeddings", "pad_token_id", "eos_token_id", "bos_token_id", "cls_token_id", "sep_token_id"),
     *("id2label", "label2id", "problem_type"),
 )
-HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "Model")
+HEADS = (
+    *("ForMaskedLM", "ForMultipleChoice", "ForSequenceClassification", "ForTokenClassification"),
+    *("ForQuestionAnswering", "Model"),
+)
 LAYER = "model.layers.{layer}."
 NORMS = {"embeddings.norm": "embed_norm", "final_norm": "norm"}
 
