@@ -13,7 +13,7 @@ class AblationsArguments:
     """Arguments of the study; `CompareArguments` checks those that it shares.
 
     Raises:
-        UserError: only one of the two texts is given.
+        UserError: only one of the two texts is given, or a rate of the composition that no variant has.
     """
 
     size: Literal["small", "medium", "large"] = option("small", "models of about 0.25, 1.2 or 5.6 million parameters")
@@ -43,6 +43,12 @@ class AblationsArguments:
         if (self.dataset == "builtin") != (self.validation_dataset is None):
             raise UserError(
                 f"dataset={self.dataset} and validation_dataset={self.validation_dataset}: give both, or neither"
+            )
+        rate, names = self.composition_learning_rate, self.variants
+        if rate is not None and names is not None and not any(name.endswith("-slow") for name in names):
+            raise UserError(
+                f"composition_learning_rate ({rate}) is that of variants NAME-slow, but variants are {' '.join(names)}; "
+                f"add one, such as {names[-1]}-slow, or leave the rate out"
             )
 
     def compared(self, names: list[str]) -> CompareArguments:

@@ -54,6 +54,10 @@ def test_the_command_names_texts_without_the_folders_of_this_machine():
     [
         (["--variants", "plain", "magic"], "variants ['magic'] do not exist; choose from plain"),
         (["--dataset", "text.txt"], "give both, or neither"),
+        (
+            ["--variants", "plain", "full", "--composition_learning_rate", "1e-4"],
+            "composition_learning_rate (0.0001) is that of variants NAME-slow, but variants are plain full; add one",
+        ),
         (["--seeds", "1"], "seeds=1 must be from 2 to 1000"),
         (["--max_seconds", "1e-9"], "0 seeds are complete"),
     ],
