@@ -47,8 +47,8 @@ class AblationsArguments:
         rate, names = self.composition_learning_rate, self.variants
         if rate is not None and names is not None and not any(name.endswith("-slow") for name in names):
             raise UserError(
-                f"composition_learning_rate ({rate}) is that of variants NAME-slow, but variants are {' '.join(names)}; "
-                f"add one, such as {names[-1]}-slow, or leave the rate out"
+                f"composition_learning_rate ({rate}) is that of variants NAME-slow, but variants are "
+                f"{' '.join(names)}; add one, such as {names[-1]}-slow, or leave the rate out"
             )
 
     def compared(self, names: list[str]) -> CompareArguments:
