@@ -78,12 +78,17 @@ def pack_phases(key: Tensor, phases: Tensor) -> Tensor:
     A cache has one dtype, but only copies what it keeps. So the bits of float32 phases are viewed as twice as many
     elements in half precision.
     """
-    return torch.cat([key, phases.contiguous().view(key.dtype)], dim=-1)
+    return torch.cat([key, _bits_as(phases, key.dtype)], dim=-1)
 
 
 def cached_phases(keys: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
     """The phases `[B, H_kv, S, D / 2]`, in `dtype`, behind the keys `[B, H_kv, S, D + ...]` of a cache layer."""
-    return keys[..., head_dim:].contiguous().view(dtype)
+    return _bits_as(keys[..., head_dim:], dtype)
+
+
+def _bits_as(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bits of `numbers` `[..., N]` read as `dtype`; exporters have no such operation, so only if it is another."""
+    return numbers if numbers.dtype == dtype else numbers.contiguous().view(dtype)
 
 
 def turn_cached_keys(keys: Tensor, step: Tensor) -> Tensor:

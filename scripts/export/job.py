@@ -63,7 +63,10 @@ def write_graphs(folder: Path, model: PreTrainedModel, target: Format) -> None:
     except Exception as error:  # exporters raise errors of many types
         if reason := answer_of_the_disk(error):
             raise UserError(f"cannot write into {folder}: {reason}; is the disk full?") from error
-        raise UserError(f"the exporter fails on this model: {type(error).__name__}: {first_line(error)}") from error
+        cause: BaseException = error  # exporters wrap it in advice about themselves
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise UserError(f"the exporter fails on this model: {type(cause).__name__}: {first_line(cause)}") from error
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from cases.golden import read_case, tensors_under
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -348,6 +349,10 @@ def test_a_cache_keeps_phases_of_half_precision() -> None:
     cache = DynamicCache()
     cache.update(pack_phases(key, phases), key, 0)
     assert torch.equal(last_phases(cache, 0, 6, torch.float32), phases[:, :, -1:])
+    # ONNX has no operation that reads bits as another dtype, and float32 needs none.
+    for dtype, reads_bits in ((torch.bfloat16, True), (torch.float32, False)):
+        traced = make_fx(pack_phases)(key.to(dtype), phases).graph
+        assert any(node.target == torch.ops.aten.view.dtype for node in traced.nodes) == reads_bits
 
 
 def test_truncated_and_power_frequencies_follow_their_formulas() -> None:

@@ -242,7 +242,7 @@ def test_wrong_graphs_leave_what_was_there(
     (destination / "config.json").write_text("{}")
 
     def fail(*_: object) -> None:
-        raise RuntimeError("no such operator")
+        raise ValueError("this is step 3/3") from RuntimeError("no such operator")
 
     monkeypatch.setattr("dynattn.scripts.export.job.export_graphs", fail)
     line = refusal(capsys, "torch", checkpoint, destination, "--overwrite")
