@@ -5,9 +5,8 @@ import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
-from lm_eval.api.group import Group
-from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from ..common.errors import UserError, first_line
@@ -46,48 +45,38 @@ class TaskCatalog:
         hint = f"did you mean {' or '.join(near)}?" if near else "`dynattn lm-eval ls tasks` lists all"
         raise UserError(f"there is no task {name!r}; {hint}")
 
-    def load(self) -> tuple[list[Task | Group], dict[str, str]]:
+    def load(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """Loads every task, with its data.
 
         Returns:
-            The tasks and groups that could be loaded, and for each other name the reason in one line.
+            What could be loaded, as lm-eval takes it: "tasks" by name and "groups" by name, inner groups first, because
+            lm-eval derives the fields of a group from those of its members. And for each other name the reason in one
+            line.
 
         Raises:
             UserError: a task is asked for twice, under two names.
         """
-        loaded, missing = {}, {}
+        loaded: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}}
+        missing, origins = dict[str, str](), dict[str, str]()
         with nullcontext(True) if self.is_local else offline_if_unreachable() as reachable:
             for name in self.names:
                 try:
-                    loaded[name] = self._load(name)
+                    found = self._manager.load([name])
                 except Exception as error:  # a task that cannot be loaded, for any reason, must not stop the others
                     missing[name] = _reason(error, reachable)
-        return self._distinct(loaded), missing
-
-    def _load(self, name: str) -> list[Task | Group]:
-        found = self._manager.load([name])
-        return [found["groups"][name]] if name in found["groups"] else list(found["tasks"].values())
-
-    @staticmethod
-    def _distinct(loaded: dict[str, list[Task | Group]]) -> list[Task | Group]:
-        origins: dict[str, str] = {}
-        for name, items in loaded.items():
-            for task in leaf_tasks(items):
-                if task.task_name in origins:
-                    both = f"by {origins[task.task_name]!r} and by {name!r}"
-                    raise UserError(f"task {task.task_name!r} is asked for twice, {both}; drop one")
-                origins[task.task_name] = name
-        return [item for items in loaded.values() for item in items]
+                    continue
+                if twice := next((task for task in found["tasks"] if task in origins), None):
+                    both = f"by {origins[twice]!r} and by {name!r}"
+                    raise UserError(f"task {twice!r} is asked for twice, {both}; drop one")
+                origins |= dict.fromkeys(found["tasks"], name)
+                loaded["tasks"] |= found["tasks"]
+                loaded["groups"] |= dict(reversed(found["groups"].items()))
+        return loaded, missing
 
 
 @functools.cache  # reading lm-eval's own thousands of task files takes seconds
 def _task_manager(folders: tuple[Path, ...], *, include_defaults: bool) -> TaskManager:
     return TaskManager(include_path=list(folders), include_defaults=include_defaults)
-
-
-def leaf_tasks(items: Sequence[Task | Group]) -> list[Task]:
-    """The tasks themselves, groups replaced by their members."""
-    return [task for item in items for task in (item.get_all_tasks() if isinstance(item, Group) else [item])]
 
 
 def _reason(error: Exception, reachable: bool) -> str:

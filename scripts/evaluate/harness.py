@@ -4,14 +4,13 @@ import copy
 import logging
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import add
 from typing import Any
 
 import lm_eval
 import torch
-from lm_eval.api.group import Group
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import Task
 from lm_eval.models.huggingface import HFLM
@@ -22,7 +21,7 @@ from ..common.builtin_corpus import builtin_documents
 from ..common.carried_memory import check_memory, longest_segment
 from ..common.checkpoint_loading import check_pair, refuse_nan
 from ..common.errors import UserError
-from .catalog import TaskCatalog, leaf_tasks
+from .catalog import TaskCatalog
 from .heldout import score_documents
 from .quoted import quoted_scores
 from .results import Metric, Results, TaskResult, describe_environment, describe_model, read_lm_eval
@@ -205,31 +204,28 @@ def _score_tasks(
     Raises:
         UserError: memory is carried, and none of the tasks measures a perplexity.
     """
-    items, missing = catalog.load()
+    loaded, missing = catalog.load()
     results.unavailable |= missing
-    if not items:
+    tasks: Collection[Task] = loaded["tasks"].values()
+    if not tasks:
         return
-    if lm.segment is not None and not any(task.OUTPUT_TYPE == ROLLING for task in leaf_tasks(items)):
+    if lm.segment is not None and not any(task.OUTPUT_TYPE == ROLLING for task in tasks):
         raise UserError(f"carry_memory changes perplexities only, and {catalog.names} have none; leave it out")
-    _set_examples(items, num_fewshot, seed)
-    results.raw.append(_run(lm, items, limit, log_samples))
-    _collect(results, items, results.raw[-1], num_fewshot)
+    _set_examples(tasks, num_fewshot, seed)
+    results.raw.append(_run(lm, loaded, limit, log_samples))
+    _collect(results, results.raw[-1], _chances(loaded), num_fewshot)
 
 
-def _set_examples(items: Sequence[Task | Group], num_fewshot: int | None, seed: int) -> None:
+def _set_examples(tasks: Iterable[Task], num_fewshot: int | None, seed: int) -> None:
     """Sets the number of examples by lm-eval's rule: a task whose own file says 0 keeps 0."""
-    for task in leaf_tasks(items):
+    for task in tasks:
         own = task.get_config("num_fewshot")
         if own is None or (num_fewshot is not None and own != 0):
             task.set_config("num_fewshot", num_fewshot or 0)
         task.set_fewshot_seed(seed)
 
 
-def _run(lm: StrictHFLM, items: Sequence[Task | Group], limit: int | None, log_samples: bool) -> dict[str, Any]:
-    loaded = {
-        "tasks": {task.task_name: task for task in leaf_tasks(items)},
-        "groups": {group.name: group for group in _groups(items)},
-    }
+def _run(lm: StrictHFLM, loaded: Mapping[str, Any], limit: int | None, log_samples: bool) -> dict[str, Any]:
     try:
         return lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=log_samples)
     except OverflowError as error:
@@ -238,25 +234,20 @@ def _run(lm: StrictHFLM, items: Sequence[Task | Group], limit: int | None, log_s
         raise UserError("the documents of a task hold no text, so there is no mean; leave the task out") from error
 
 
-def _collect(results: Results, items: Sequence[Task | Group], raw: dict[str, Any], num_fewshot: int | None) -> None:
+def _collect(results: Results, raw: dict[str, Any], chances: Mapping[str, float], num_fewshot: int | None) -> None:
     """Adds what lm-eval returned to `results`, except for tasks that are there already with as many examples."""
     known = {(result.task, result.num_fewshot) for result in results.tasks}
-    for result in read_lm_eval(raw, _chances(items), num_fewshot):
+    for result in read_lm_eval(raw, chances, num_fewshot):
         if (result.task, result.num_fewshot) not in known:
             results.tasks.append(result)
             label = {"task": result.task, "num_fewshot": result.num_fewshot}
             results.samples += [label | sample for sample in raw.get("samples", {}).get(result.task, [])]
 
 
-def _groups(items: Sequence[Task | Group]) -> list[Group]:
-    """All groups, inner ones first: lm-eval derives the fields of a group from those of its members."""
-    return [group for item in items if isinstance(item, Group) for group in (*item.get_all_groups()[::-1], item)]
-
-
-def _chances(items: Sequence[Task | Group]) -> dict[str, float]:
+def _chances(loaded: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """The chance level of each task or group whose file has it, by name."""
-    metadata = {task.task_name: task.config.metadata for task in leaf_tasks(items)}
-    metadata |= {group.name: group.metadata for group in _groups(items)}
+    metadata = {name: task.config.metadata for name, task in loaded["tasks"].items()}
+    metadata |= {name: group.metadata for name, group in loaded["groups"].items()}
     return {name: fields["chance"] for name, fields in metadata.items() if fields and "chance" in fields}
 
 

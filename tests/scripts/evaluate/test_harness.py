@@ -260,17 +260,17 @@ def test_a_suite_without_network_says_what_is_missing_and_runs_the_rest(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     catalog = TaskCatalog([TASK])
-    found = catalog._load(TASK)
+    found = catalog._manager.load([TASK])
     catalog.names, catalog.is_local = [*SUITES["pythia"], TASK], False
 
-    def load(name: str) -> list:
-        if name == TASK:
+    def load(names: list[str]) -> dict[str, Any]:
+        if names == [TASK]:
             return found
         raise {"sciq": ConnectionError("unreachable"), "piqa": ImportError("needs a package\nand more")}.get(
-            name, ConnectionError("Couldn't reach the Hub")
+            names[0], ConnectionError("Couldn't reach the Hub")
         )
 
-    monkeypatch.setattr(catalog, "_load", load)
+    monkeypatch.setattr(catalog, "_manager", Namespace(load=load))
     results = evaluate_model(llama(), tokenizer, catalog, limit=2)
     assert [result.task for result in results.tasks] == [TASK]
     assert list(results.unavailable) == list(SUITES["pythia"])

@@ -9,7 +9,7 @@ import pytest
 from cases.golden import GOLDEN
 from lm_eval.tasks import TaskManager
 
-from dynattn.scripts.evaluate.catalog import TaskCatalog, leaf_tasks
+from dynattn.scripts.evaluate.catalog import TaskCatalog
 from dynattn.scripts.evaluate.in_context import load_dataset
 from dynattn.scripts.evaluate.in_context_forms import (
     ABILITIES,
@@ -132,8 +132,8 @@ def test_no_place_is_right_more_often_than_another():
 
 
 def test_the_suite_has_all_families_and_tells_chance():
-    (group,), missing = TaskCatalog(SUITES["dcformer"]).load()
-    tasks = leaf_tasks([group])
+    loaded, missing = TaskCatalog(SUITES["dcformer"]).load()
+    tasks = loaded["tasks"].values()
     assert missing == {}
     assert sum(len(task.eval_docs) for task in tasks) == 74 * ITEMS_OF_A_FORM
     families = Counter(form.family for form in FORMS)
@@ -143,7 +143,7 @@ def test_the_suite_has_all_families_and_tells_chance():
         chance = sum(1 / len(doc["choices"]) for doc in task.eval_docs) / len(task.eval_docs)
         assert task.config.metadata["chance"] == pytest.approx(chance, abs=1e-4)
     assert not families
-    assert group.metadata["chance"] == pytest.approx((56 / 3 + 18 / 2) / 74, abs=1e-4)
+    assert loaded["groups"]["dcformer_in_context"].metadata["chance"] == pytest.approx((56 / 3 + 18 / 2) / 74, abs=1e-4)
 
 
 def test_examples_are_other_questions_of_the_same_form():

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from lm_eval.tasks import TaskManager
 
-from dynattn.scripts.evaluate.catalog import TaskCatalog, leaf_tasks
+from dynattn.scripts.evaluate.catalog import TaskCatalog
 from dynattn.scripts.evaluate.suites import TASKS
 from dynattn.scripts.evaluate.synthetic import (
     BUILDERS,
@@ -105,8 +105,8 @@ def test_unknown_kind() -> None:
 
 
 def test_every_kind_is_a_task_of_the_group() -> None:
-    (group,), missing = TaskCatalog(["dynattn_synthetic"]).load()
-    tasks = leaf_tasks([group])
+    loaded, missing = TaskCatalog(["dynattn_synthetic"]).load()
+    tasks = loaded["tasks"].values()
     assert missing == {}
     assert sorted(task.task_name for task in tasks) == [f"dynattn_{kind}" for kind in KINDS]
     assert TaskCatalog(["dynattn_*"]).names == sorted(task.task_name for task in tasks)
