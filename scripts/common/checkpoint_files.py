@@ -5,7 +5,6 @@ A folder may come from anywhere, so nothing in it is trusted: not its links, its
 
 import hashlib
 import json
-import os
 import reprlib
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,8 +33,6 @@ WRITTEN_PATTERNS = (
     *("README.md", ".gitattributes", "*.bin", "*.bin.index.json", "export.json", "*.pt2", "*.onnx", "*.onnx.data"),
     *("*.xml", "*.pte", "*.png", "*.svg", "__pycache__/*", ".cache/huggingface/**/*"),
 )
-# The file with all weights, or the one that says in which file each of them is.
-WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 # In a folder with this file Transformers loads the base model that the file names, which may be anywhere.
 ADAPTER = "adapter_config.json"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -47,8 +44,6 @@ WIDTHS = (
 )
 # Limits of JSON files: levels of nested lists and objects, and the largest 64-bit integer, as tensors hold no larger.
 DEEPEST, LARGEST = 64, 2**63 - 1
-# Bytes that file systems allow in the name of a file.
-LONGEST_FILE_NAME = 255
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -227,32 +222,6 @@ def file_sizes(folder: Path) -> dict[str, int]:
     """The bytes of all files in `folder` and its sub-folders, by their sorted relative paths."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
-
-
-def read_weight_map(index: Path) -> dict[str, Path]:
-    """The file in which an index of shards places each tensor; the files need not exist.
-
-    Raises:
-        UserError: it is no index, or names something else than files in its folder.
-    """
-    content = read_foreign_json(index)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict):
-        raise UserError(f"{index} is no index of shards; copy or save the checkpoint again")
-    if not weight_map:
-        raise UserError(f"{index} names no weights; copy or save the checkpoint again")
-    return {key: _file_of_index(index, name) for key, name in weight_map.items()}
-
-
-def _file_of_index(index: Path, name: object) -> Path:
-    """The weight file `name` that an index lists, which must be a file in its folder, and no link to one elsewhere."""
-    is_name = isinstance(name, str) and name.isprintable() and Path(name).name == name and bool(name.strip("."))
-    if not is_name or len(os.fsencode(str(name))) > LONGEST_FILE_NAME:
-        raise UserError(
-            f"{index} names the weight file {reprlib.repr(name)}, which is no file name in that folder; "
-            "copy or save the checkpoint again"
-        )
-    return require_inside(index.with_name(str(name)))
 
 
 def require_inside(path: Path, folder: Path | None = None) -> Path:

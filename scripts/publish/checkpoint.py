@@ -11,19 +11,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from dynattn.families import FAMILIES, Family, family_of
 from dynattn.remote_code import registered_classes, travels
 
-from ..common.checkpoint_files import (
-    COMPANION_PATTERNS,
-    TOKENIZER_PATTERNS,
-    WEIGHTS,
-    WEIGHTS_INDEX,
-    check_sizes,
-    matching_files,
-    read_config,
-)
+from ..common.checkpoint_files import COMPANION_PATTERNS, TOKENIZER_PATTERNS, check_sizes, matching_files, read_config
 from ..common.errors import UserError, last_line, refusal_of
 from ..common.folder_names import resolve_folder
-from ..common.safetensors_files import StoredTensor, read_header
-from ..common.weight_files import check_places, find_weight_files
+from ..common.weight_files import WEIGHTS, WEIGHTS_INDEX, StoredTensor, check_places, find_weight_files, read_header
 
 PICTURES = ("*.png", "*.svg")  # of the card
 

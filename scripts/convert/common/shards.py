@@ -10,8 +10,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ...common.atomic_file import write_json
-from ...common.checkpoint_files import WEIGHTS, WEIGHTS_INDEX
 from ...common.errors import UserError
+from ...common.weight_files import WEIGHTS, WEIGHTS_INDEX
 from .arguments import parse_size
 from .tensor_source import TensorSource, count_elements
 from .weight_map import Step, written_shapes

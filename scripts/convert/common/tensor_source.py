@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ...common.errors import REFUSED_PICKLE, UserError, first_line
-from ...common.safetensors_files import open_safetensors, read_header
-from ...common.weight_files import check_places, find_weight_files
+from ...common.weight_files import check_places, find_weight_files, open_safetensors, read_header
 
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

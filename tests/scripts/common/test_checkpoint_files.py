@@ -18,10 +18,10 @@ from dynattn.scripts.common.checkpoint_files import (
     matching_files,
     read_config,
     read_foreign_json,
-    read_weight_map,
     require_inside,
 )
 from dynattn.scripts.common.errors import UserError, refusal_of
+from dynattn.scripts.common.weight_files import read_weight_map
 
 
 def link(path: Path, target: str) -> Path:
