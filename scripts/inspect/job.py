@@ -18,8 +18,7 @@ from ..common.environment import provenance, versions
 from ..common.errors import UserError
 from ..common.folder_names import resolve_destination
 from .arguments import InspectArguments
-from .measures import ablate, measure_layer
-from .observation import observe
+from .measures import ablate, measure_layer, observe
 from .report import PAGE, PICTURES, write_report
 
 RESULT = "measures.json"

@@ -1,10 +1,11 @@
-"""Measures compositions: size, rank, similarity of heads, flow between heads, and the loss without a term."""
+"""Measures compositions on a text: size, rank, similarity of heads, flow between heads, and the loss without a term."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from dynattn.modeling.ops.dcmha.composition import Composition
@@ -17,8 +18,26 @@ from ..common.composition_measures import (
     term_sizes,
     without_term,
 )
-from ..common.composition_observation import Change, LayerObservation
-from .observation import loss_with
+from ..common.composition_observation import Change, LayerObservation, attention_through
+
+
+def observe(model: PreTrainedModel, tokens: Tensor) -> tuple[list[LayerObservation], float]:
+    """Returns what each layer computes for `tokens` `[1, T]`, and the loss as in `loss_of`."""
+    layers: dict[int, LayerObservation] = {}
+    loss = loss_of(model, tokens, keep=layers.__setitem__)
+    return [layers[index] for index in sorted(layers)], loss
+
+
+@torch.no_grad()
+def loss_of(model: PreTrainedModel, tokens: Tensor, **hooks: Any) -> float:
+    """The mean loss in nats of the tokens `[1, T]` after the first, each predicted from those before it.
+
+    Args:
+        hooks: those of `attention_through`.
+    """
+    with attention_through(model, **hooks):
+        logits = model(tokens, use_cache=False).logits  # [1, T, V]
+    return float(cross_entropy(logits[0, :-1].float(), tokens[0, 1:]))
 
 
 def measure_layer(layer: LayerObservation) -> dict[str, Any]:
@@ -59,7 +78,7 @@ def ablate(
     for stage, composition in layers[0].stages.items():
         present = term_sizes(composition)
         for term in ("all", *(name for name in TERMS if name in present)):
-            changed = loss_with(model, tokens, leave_out(stage, term))
+            changed = loss_of(model, tokens, change=leave_out(stage, term))
             rows.append({"stage": stage, "term": term, "loss": changed, "difference": changed - loss})
     return rows
 

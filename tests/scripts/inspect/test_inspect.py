@@ -16,8 +16,7 @@ from dynattn.modeling.ops.distance_tables import NO_TABLES
 from dynattn.scripts.cli import main
 from dynattn.scripts.common.atomic_folder import MACHINE
 from dynattn.scripts.common.composition_observation import visible_pairs
-from dynattn.scripts.inspect.measures import ablate, head_flow, leave_out, measure_layer
-from dynattn.scripts.inspect.observation import loss_with, observe
+from dynattn.scripts.inspect.measures import ablate, head_flow, leave_out, loss_of, measure_layer, observe
 
 IDS = torch.randint(0, 97, (1, 20), generator=torch.Generator().manual_seed(7))
 SIDES = ("query", "key")
@@ -47,8 +46,7 @@ def test_leaving_out_a_stage_is_the_model_without_it(stage: str, field: str) -> 
             axis = 1 if name.endswith("factor_weight") else 2
             weights[name] = weights[name].movedim(axis, 0)[kept].movedim(0, axis)
     other.load_state_dict(weights)
-    expected = loss_with(other, IDS, lambda layer, stages: stages)
-    assert loss_with(model, IDS, leave_out(stage, "all")) == pytest.approx(expected, rel=1e-5)
+    assert loss_of(model, IDS, change=leave_out(stage, "all")) == pytest.approx(loss_of(other, IDS), rel=1e-5)
 
 
 def test_every_term_of_every_stage_is_left_out_once() -> None:

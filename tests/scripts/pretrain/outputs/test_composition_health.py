@@ -8,8 +8,7 @@ from torch import Tensor
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM, DCModernBertConfig, DCModernBertForMaskedLM
 from dynattn.scripts.common.composition_measures import head_similarity
-from dynattn.scripts.inspect.measures import measure_layer
-from dynattn.scripts.inspect.observation import observe
+from dynattn.scripts.inspect.measures import measure_layer, observe
 from dynattn.scripts.pretrain.outputs.composition_health import measure_health
 
 
