@@ -32,7 +32,7 @@ def make_panels(count: int, columns: int, size: tuple[float, float], dpi: int) -
     return figure, list(grid.flat[:count])
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Writes a figure to a file and frees its memory."""
-    figure.savefig(path)
+def save(figure: Figure, path: Path, dpi: float | None = None) -> None:
+    """Writes a figure to a file, with its own dots per inch or others, and frees its memory."""
+    figure.savefig(path, dpi=dpi)
     plt.close(figure)

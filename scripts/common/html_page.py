@@ -1,13 +1,8 @@
 """HTML pages that are a single file, with text, tables and embedded pictures."""
 
 import base64
-import io
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # only for annotations: pages without pictures need no matplotlib
-    from matplotlib.figure import Figure
 
 STYLE = """\
 :root { color-scheme: light; }
@@ -23,7 +18,6 @@ figure { margin: 0 1rem 1rem 0; }
 figcaption { color: #555; font-size: .9rem; max-width: 40rem; }
 """
 DOCTYPE = "<!doctype html>"
-RESOLUTION = 110  # dots per inch of pictures
 
 
 def page(title: str, parts: Sequence[str]) -> str:
@@ -57,17 +51,7 @@ def gallery(charts: Sequence[str | None]) -> str:
 
 
 def picture(png: bytes, caption: str) -> str:
-    """A picture with its caption, which is also its text for screen readers."""
+    """The content of a PNG file with its caption, which is also its text for screen readers."""
     data = base64.b64encode(png).decode("ascii")
     image = f'<img src="data:image/png;base64,{data}" alt="{escape(caption)}">'
     return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
-
-
-def as_png(figure: "Figure") -> bytes:
-    """A figure of matplotlib as the contents of a PNG file; the figure is closed."""
-    from matplotlib import pyplot as plt
-
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=RESOLUTION)
-    plt.close(figure)
-    return buffer.getvalue()

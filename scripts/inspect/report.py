@@ -7,11 +7,13 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from ..common.composition_observation import STAGES, LayerObservation
-from ..common.html_page import as_png, heading, page, paragraph, picture, table
+from ..common.figures import save
+from ..common.html_page import heading, page, paragraph, picture, table
 from .figures import draw_flow, draw_maps, draw_similarity, draw_terms
 from .measures import head_flow
 
 PAGE = "page.html"
+RESOLUTION = 110  # dots per inch of pictures
 # The files of all pictures that a page may have; `stage_figures` makes those of one stage.
 PICTURES = frozenset(f"{stage}-{name}.png" for stage in STAGES for name in ("terms", "similarity", "flow", "maps"))
 TITLES = {"pre": "Before the softmax: scores", "post": "After the softmax: probabilities"}
@@ -36,9 +38,9 @@ def write_report(record: Mapping[str, Any], layer: LayerObservation, shown: int,
     for stage in layer.stages:
         parts += [heading(TITLES[stage]), paragraph(EXPLANATIONS[stage]), layer_table(record, stage), paragraph(RANK)]
         for name, (figure, caption) in stage_figures(record, layer, shown, stage).items():
-            png = as_png(figure)
-            (folder / f"{stage}-{name}.png").write_bytes(png)
-            parts.append(picture(png, caption))
+            file = folder / f"{stage}-{name}.png"
+            save(figure, file, RESOLUTION)
+            parts.append(picture(file.read_bytes(), caption))
     (folder / PAGE).write_text(page(f"Composed heads of {record['model']}", parts), encoding="utf-8")
 
 
