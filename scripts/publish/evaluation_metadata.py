@@ -37,7 +37,7 @@ def read_evaluation(path: Path, checkpoint: Checkpoint) -> list[EvalResult]:
         scored = results["model"]["model_type"], results["model"]["parameters"]
         scored_weights = results["model"].get("weights_sha256")
         found = [entry for task in results["tasks"] for entry in _entries(task, results)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{file} holds no scores of tasks, as dynattn evaluate --model MODEL --tasks NAME writes them ({error!r})"
         ) from error

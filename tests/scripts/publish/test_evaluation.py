@@ -122,6 +122,20 @@ def test_scores_of_something_else_are_refused(
     assert not (tmp_path / "hub").exists()
 
 
+@pytest.mark.parametrize("how", ["a list", "too deep", "metrics without names"])
+def test_a_file_of_another_form_is_refused(
+    how: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    scores = write_scores(tmp_path / "results.json", parameters=parameters(checkpoint))
+    content = json.loads(scores.read_text())
+    content["tasks"][0]["metrics"] = [0.5]
+    texts = {"a list": "[]", "too deep": "[" * 100_000, "metrics without names": json.dumps(content)}
+    scores.write_text(texts[how])
+    words = ["publish", str(checkpoint), "--verify", "False", "--evaluation", str(scores)]
+    assert main([*words, "--output", str(tmp_path / "hub")]) == 2
+    assert "results.json holds no scores of tasks" in capsys.readouterr().err
+
+
 def test_a_model_that_was_not_loaded_names_no_weights(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
     """Its path is empty, which would otherwise stand for the current folder."""
     monkeypatch.chdir(checkpoint)
