@@ -14,7 +14,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +35,13 @@ MESSAGES = ["hello", "What is 2 + 2?", "a", "Tell me everything that you know ab
 
 
 @pytest.fixture(scope="module")
+def server() -> ModuleType:
+    """The module of the server, whose packages may be missing."""
+    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
+    return import_module("dynattn.scripts.serve.server")
+
+
+@pytest.fixture(scope="module")
 def composed(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, str]:
     """A DCFormer, and its folder with a tokenizer and a chat template."""
     model = make_model(max_position_embeddings=2048, eos_token_id=1, pad_token_id=0)
@@ -42,9 +49,8 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel,
 
 
 @pytest.fixture(scope="module")
-def port(composed: tuple[PreTrainedModel, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+def port(server: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Of a server that runs, with continuous batching."""
-    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
     number = free_port()
     command = [sys.executable, "-m", "dynattn.scripts.cli", "serve"]
     command += ["--continuous-batching", "--host", "127.0.0.1", "--port", str(number), "--cb-num-blocks", "64"]
@@ -194,7 +200,6 @@ def test_fields_that_ask_for_nothing_are_accepted(port: int, composed: tuple[Pre
 
 def handler(endpoint: str) -> Any:
     """What answers requests to an endpoint of a server without continuous batching."""
-    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
     module, _, name = endpoint.partition(".")
     return getattr(import_module(f"transformers.cli.serving.{module}"), name)(None, GenerationState())
 
@@ -209,34 +214,25 @@ def handler(endpoint: str) -> Any:
         ("chat_completion.ChatCompletionHandler", {"tool_choice": "required"}, "tool_choice='required' is not"),
     ],
 )
-def test_each_endpoint_refuses_what_it_would_ignore(endpoint: str, fields: dict[str, Any], message: str) -> None:
-    answering = handler(endpoint)
-    from dynattn.scripts.serve.server import check_fields
-
+def test_each_endpoint_refuses_what_it_would_ignore(
+    server: ModuleType, endpoint: str, fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_fields(answering, fields)
+        server.check_fields(handler(endpoint), fields)
 
 
-def test_the_engine_knows_no_two_requests_by_one_name() -> None:
-    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
-    from dynattn.scripts.serve.server import with_own_name
-
-    named = with_own_name(lambda request_id: request_id)
+def test_the_engine_knows_no_two_requests_by_one_name(server: ModuleType) -> None:
+    named = server.with_own_name(lambda request_id: request_id)
     first, second = named(request_id="same"), named(request_id="same")
     assert first != second and first.startswith("same") and second.startswith("same")
 
 
-def test_a_request_without_a_limit_does_not_get_that_of_the_first_one() -> None:
+def test_a_request_without_a_limit_does_not_get_that_of_the_first_one(server: ModuleType) -> None:
     """Which started the engine; a client leaves the limit open by a `generation_config` without one."""
-    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
-    from transformers.cli.serving.utils import CBGenerateManager
-
-    from dynattn.scripts.serve.server import check_and_start_batching
-
-    model, engine = make_model(max_position_embeddings=16), CBGenerateManager()
+    model, engine = make_model(max_position_embeddings=16), server.CBGenerateManager()
     first = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1)
     try:
-        check_and_start_batching(engine, model, first)
+        server.check_and_start_batching(engine, model, first)
         manager: Any = engine._cb
         limits = [first.max_new_tokens, None]
         names = [manager.add_request([3, 4, 5], max_new_tokens=limit, streaming=True) for limit in limits]
@@ -247,56 +243,44 @@ def test_a_request_without_a_limit_does_not_get_that_of_the_first_one() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"max_length": 8}, {}], ids=["max_length", "none"])
-def test_a_request_is_answered_within_its_own_limit_and_told_that_it_was_cut(limits: dict[str, int]) -> None:
+def test_a_request_is_answered_within_its_own_limit_and_told_that_it_was_cut(
+    server: ModuleType, limits: dict[str, int]
+) -> None:
     """The server reports `length` where the answer is as long as `max_new_tokens` of the request's configuration."""
-    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
-    from transformers.cli.serving.utils import CBGenerateManager
-
-    from dynattn.scripts.serve.server import answer_whole, check_and_start_batching, with_limit
-
-    model, engine = make_model(max_position_embeddings=16), CBGenerateManager()
+    model, engine = make_model(max_position_embeddings=16), server.CBGenerateManager()
     asked = GenerationConfig(do_sample=False, eos_token_id=-1, **limits)
 
     async def answer() -> Any:
         words: Any = (engine, model, make_tokenizer(), {"input_ids": [3, 4, 5]}, asked)
-        return await with_limit(answer_whole)(*words, request_id="one")
+        return await server.with_limit(server.answer_whole)(*words, request_id="one")
 
+    first = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1)
     try:
-        check_and_start_batching(engine, model, GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1))
+        server.check_and_start_batching(engine, model, first)
         _, _, tokens = asyncio.run(answer())
     finally:
         engine.stop()
     assert len(tokens) == asked.max_new_tokens == (5 if limits else 13)
 
 
-def test_an_error_within_a_stream_is_json() -> None:
-    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
-    from dynattn.scripts.serve.server import StreamError
-
+def test_an_error_within_a_stream_is_json(server: ModuleType) -> None:
     message = 'a "word"\nand \\'
-    assert json.loads(f'{{"error": "{StreamError(message).msg}"}}') == {"error": message}
+    assert json.loads(f'{{"error": "{server.StreamError(message).msg}"}}') == {"error": message}
 
 
 @pytest.mark.parametrize(("name", "refused"), [("here@main", False), ("other@main", True)])
-def test_a_server_of_one_model_loads_no_other(name: str, refused: bool) -> None:
-    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
-    from starlette.exceptions import HTTPException
-
-    from dynattn.scripts.serve.server import ModelManager, load_unless_pinned
-
-    manager = ModelManager.__new__(ModelManager)
+def test_a_server_of_one_model_loads_no_other(server: ModuleType, name: str, refused: bool) -> None:
+    manager = server.ModelManager.__new__(server.ModelManager)
     manager.force_model = "here"
-    with pytest.raises(HTTPException, match="pinned to 'here'") if refused else nullcontext():
-        assert load_unless_pinned(manager, name)
+    with pytest.raises(server.HTTPException, match="pinned to 'here'") if refused else nullcontext():
+        assert server.load_unless_pinned(manager, name)
 
 
 @pytest.mark.parametrize("bias", [{"5": 100}, {}], ids=["whole number", "none"])
-def test_generate_takes_stops_and_biases_as_clients_write_them(bias: dict[str, int]) -> None:
+def test_generate_takes_stops_and_biases_as_clients_write_them(server: ModuleType, bias: dict[str, int]) -> None:
     answering, model = handler("chat_completion.ChatCompletionHandler"), make_model(eos_token_id=1, pad_token_id=0)
-    from dynattn.scripts.serve.server import check_fields
-
     request = {"max_tokens": 3, "stop": [], "logit_bias": bias}
-    check_fields(answering, request)
+    server.check_fields(answering, request)
     asked = answering._build_generation_config(request, model.generation_config)
     tokens = model.generate(torch.tensor([[3, 4]]), generation_config=asked, tokenizer=make_tokenizer())
     assert (tokens[0, 2:] == 5).all() == bool(bias)
@@ -305,10 +289,10 @@ def test_generate_takes_stops_and_biases_as_clients_write_them(bias: dict[str, i
 @pytest.mark.parametrize(
     ("place", "message"), [("a b", "there is no folder a b"), (".", ". is an empty folder"), ("x", "x is a file")]
 )
+@pytest.mark.usefixtures("server")
 def test_what_is_no_checkpoint_is_refused_before_the_server_starts(
     place: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
     monkeypatch.chdir(tmp_path)
     if place == "x":
         (tmp_path / "x").touch()
@@ -336,20 +320,17 @@ def test_the_home_folder_is_expanded_where_a_shell_does_not(monkeypatch: pytest.
         (["--por", "8000"], "there is no option --por; `transformers serve --help` lists all\n"),
     ],
 )
+@pytest.mark.usefixtures("server")
 def test_impossible_options_are_refused_in_one_line(
     options: list[str], message: str, composed: tuple[PreTrainedModel, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
     assert cli.main(["serve", composed[1], *options]) == 2
     assert f"dynattn serve: error: {message}" in capsys.readouterr().err
 
 
 def test_a_name_that_is_neither_here_nor_on_the_hub_is_told_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
-    server = import_module("dynattn.scripts.serve.server")
-
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError("We couldn't connect to the Hub.\nCheck your internet connection")
 
@@ -360,10 +341,8 @@ def test_a_name_that_is_neither_here_nor_on_the_hub_is_told_so(
     assert told in capsys.readouterr().err
 
 
-def manager_of(folder: str, **options: Any) -> Any:
+def manager_of(server: ModuleType, folder: str, **options: Any) -> Any:
     """Transformers' manager of models, as `dynattn serve` changes it."""
-    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
-    server = import_module("dynattn.scripts.serve.server")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server.ModelManager, "_validate_args", server.check_model_options)
         patch.setattr(server.ModelManager, "_load_model", server.load_language_model)
@@ -371,16 +350,18 @@ def manager_of(folder: str, **options: Any) -> Any:
         return server.ModelManager(device="cpu", force_model=folder, **options)
 
 
-def test_a_model_is_served_with_an_implementation_of_this_package(composed: tuple[PreTrainedModel, str]) -> None:
-    manager = manager_of(composed[1], attn_implementation="chunked")
+def test_a_model_is_served_with_an_implementation_of_this_package(
+    server: ModuleType, composed: tuple[PreTrainedModel, str]
+) -> None:
+    manager = manager_of(server, composed[1], attn_implementation="chunked")
     assert manager.loaded_models[composed[1]].model.config._attn_implementation == "chunked"
 
 
-def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_a_head_is_refused(server: ModuleType, tmp_path: Path) -> None:
     make_model().model.save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"the class DCFormerModel that .* names is no language model"):
-        manager_of(str(tmp_path))
+        manager_of(server, str(tmp_path))
 
 
 @pytest.mark.slow
@@ -408,11 +389,11 @@ def test_rcmha_is_refused_with_our_message(port: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.usefixtures("server")
 def test_a_signal_ends_a_server_that_has_answered(
     number: int, composed: tuple[PreTrainedModel, str], tmp_path: Path
 ) -> None:
     """The thread of continuous batching starts with the first request."""
-    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
     port, log = free_port(), tmp_path / "log"
     words = ["serve", composed[1], "--continuous-batching", "--port", str(port), "--cb-num-blocks", "64"]
     with log.open("w") as errors:
@@ -427,11 +408,11 @@ def test_a_signal_ends_a_server_that_has_answered(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("server")
 def test_a_second_interrupt_ends_a_server_that_still_has_requests(
     composed: tuple[PreTrainedModel, str], tmp_path: Path
 ) -> None:
     """After the first one it answers them; those of clients that have gone would take minutes, too."""
-    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
     port = free_port()
     words = ["serve", composed[1], "--continuous-batching", "--port", str(port), "--cb-num-blocks", "64"]
     command = [sys.executable, "-m", "dynattn.scripts.cli", *words]
@@ -447,10 +428,7 @@ def test_a_second_interrupt_ends_a_server_that_still_has_requests(
         assert server.wait(30) == 128 + signal.SIGINT
 
 
-def test_a_model_of_ones_own_is_shown_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
-    from dynattn.scripts.serve import server
-
+def test_a_model_of_ones_own_is_shown_to_the_server(server: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     class OwnConfig(DCFormerConfig):
         model_type = "own_dcformer"
 
@@ -466,18 +444,15 @@ def test_a_model_of_ones_own_is_shown_to_the_server(monkeypatch: pytest.MonkeyPa
 
 
 def answer_of(
-    monkeypatch: pytest.MonkeyPatch, request: tuple[str, str, bytes], failure: Exception | None = None
+    server: ModuleType, request: tuple[str, str, bytes], failure: Exception | None = None
 ) -> tuple[int, dict[bytes, bytes], Any]:
     """Status, headers and JSON for a method, path and body; an endpoint at `/v1/completions` raises `failure`."""
-    fastapi = pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
-    server, application = import_module("dynattn.scripts.serve.server"), fastapi.FastAPI()
-    method, path, content = request
+    application, (method, path, content) = server.FastAPI(), request
 
     @application.post("/v1/completions")
     def complete(body: dict[str, Any]) -> None:
         raise failure or AssertionError(body)
 
-    monkeypatch.setattr(server, "build_server", lambda *_, **__: application)
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -488,7 +463,9 @@ def answer_of(
 
     scope = {"type": "http", "method": method, "path": path, "query_string": b""}
     scope |= {"headers": [(b"content-type", b"application/json")]}
-    telling = server.build_telling_server(ExitStack(), SimpleNamespace(), generation_state=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "build_server", lambda *_, **__: application)
+        telling = server.build_telling_server(ExitStack(), SimpleNamespace(), generation_state=None)
     with suppress(RuntimeError):  # Starlette raises what it answers with status 500 once more, for the log
         asyncio.run(telling(scope, receive, send))
     return sent[0]["status"], dict(sent[0]["headers"]), json.loads(sent[1]["body"])
@@ -497,10 +474,8 @@ def answer_of(
 @pytest.mark.parametrize(
     ("body", "told"), [(b'{"model": ', "JSON decode error"), (b"[]", "should be a valid dictionary"), (b"", "required")]
 )
-def test_what_is_no_json_object_is_refused_as_other_mistakes_are(
-    body: bytes, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    status, _, answer = answer_of(monkeypatch, ("POST", "/v1/completions", body))
+def test_what_is_no_json_object_is_refused_as_other_mistakes_are(server: ModuleType, body: bytes, told: str) -> None:
+    status, _, answer = answer_of(server, ("POST", "/v1/completions", body))
     assert status == 400
     message = answer["error"]["message"]
     assert message.startswith("the request is malformed: ") and told in message
@@ -515,20 +490,20 @@ def test_what_is_no_json_object_is_refused_as_other_mistakes_are(
     ],
 )
 def test_what_no_endpoint_reads_is_refused_as_other_mistakes_are(
-    request_: tuple[str, str, bytes], status: int, told: str, monkeypatch: pytest.MonkeyPatch
+    server: ModuleType, request_: tuple[str, str, bytes], status: int, told: str
 ) -> None:
-    found, headers, answer = answer_of(monkeypatch, request_)
+    found, headers, answer = answer_of(server, request_)
     assert (found, answer["error"]["message"]) == (status, told)
     assert headers.get(b"allow") == (b"POST" if status == 405 else None)
 
 
-def test_every_reason_is_a_text_whose_form_clients_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    fastapi = pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
-    from transformers.cli.serving.utils import CBWorkerDeadError
-
-    failures: list[Exception] = [fastapi.HTTPException(422, [{"msg": "no questions"}]), CBWorkerDeadError("no memory")]
-    failures += [RuntimeError("a layer is broken")]
-    told = [answer_of(monkeypatch, ("POST", "/v1/completions", b"{}"), failure) for failure in failures]
+def test_every_reason_is_a_text_whose_form_clients_read(server: ModuleType) -> None:
+    failures: list[Exception] = [
+        import_module("fastapi").HTTPException(422, [{"msg": "no questions"}]),
+        server.CBWorkerDeadError("no memory"),
+        RuntimeError("a layer is broken"),
+    ]
+    told = [answer_of(server, ("POST", "/v1/completions", b"{}"), failure) for failure in failures]
     assert [(status, answer["error"]["message"]) for status, _, answer in told] == [
         (422, "[{'msg': 'no questions'}]"),
         (503, "no memory"),
