@@ -71,10 +71,8 @@ def write_graphs(folder: Path, model: PreTrainedModel, target: Format) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """In the block, what exporters print goes to standard error, and their warnings are silenced."""
-    verbosity, disabled = transformers_logging.get_verbosity(), logging.root.manager.disable
-    shows_progress = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
+    """In the block, what exporters print goes to standard error, without their warnings and progress bars."""
+    disabled, shows_progress = logging.root.manager.disable, transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     logging.disable(logging.WARNING)
     try:
@@ -85,4 +83,3 @@ def quiet() -> Iterator[None]:
         logging.disable(disabled)
         if shows_progress:
             transformers_logging.enable_progress_bar()
-        transformers_logging.set_verbosity(verbosity)
