@@ -59,6 +59,7 @@ def measure_checkpoint(name: str, arguments: EvaluateArguments) -> dict[str, Any
     lengths = [trained * multiple for multiple in MULTIPLES if trained * multiple <= longest]
     if not lengths:
         raise UserError(f"{name} can read {longest} tokens and not {trained}; give a smaller --max_length")
+    environment = describe_environment(model.device)  # now, because the checkout may have changed when scoring ends
     windows = longest_windows(tokenizer, lengths, arguments)
     if not windows:
         raise UserError(f"the text is shorter than {lengths[0]} tokens; give a longer one with --dataset")
@@ -73,7 +74,7 @@ def measure_checkpoint(name: str, arguments: EvaluateArguments) -> dict[str, Any
         "position_scheme": getattr(model.config, "position_scheme", None),
         "by_position": ranges,
         "pass_key": find_keys(model, tokenizer, lengths, arguments.limit or PROMPTS, arguments.seed),
-        **describe_environment(model.device),
+        **environment,
     }
 
 

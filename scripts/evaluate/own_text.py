@@ -73,11 +73,12 @@ def _evaluate_checkpoint(name: str, arguments: EvaluateArguments, documents: Seq
     if arguments.carry_memory:
         check_memory(model.config)
         length = min(length, longest_segment(model.config))
+    environment = describe_environment(model.device)  # now, because the checkout may have changed when scoring ends
     scores = score_texts(model, tokenizer, documents, max_length=length, carry_memory=arguments.carry_memory)
     return {
         "model": describe_model(model),
         "max_length": length,
-        **describe_environment(model.device),
+        **environment,
         **summarize(scores, [len(document.encode()) for document in documents]),
     }
 

@@ -55,7 +55,7 @@ def look(
     Returns:
         All numbers, for `measures.json`, and what each layer computed.
     """
-    started = time.perf_counter()
+    started, origin = time.perf_counter(), provenance()  # now, because the checkout may change before the end
     layers, loss = observe(model, tokens)
     refuse_nan(torch.tensor(loss))
     record = {
@@ -67,7 +67,7 @@ def look(
         "layers": [measure_layer(layer) for layer in layers],
         "ablations": ablate(model, tokens, layers, loss),
         "versions": versions(),
-        **provenance(),
+        **origin,
     }
     return {**record, "seconds": time.perf_counter() - started}, layers
 

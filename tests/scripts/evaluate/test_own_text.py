@@ -7,6 +7,7 @@ import re
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.evaluate import long_suite, own_text
 from dynattn.scripts.evaluate import results as results_module
 from dynattn.scripts.evaluate.long_context import score_windows
 from dynattn.scripts.evaluate.own_text import Scores, score_texts, summarize
@@ -136,6 +138,37 @@ def test_checkpoints_are_compared_document_by_document(
     assert first.tolist() == pytest.approx(bits)
     assert cli.main(command) == 2
     assert "results.json exists; choose another --output or pass --overwrite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "measure", "options"),
+    [
+        (own_text, "score_texts", []),
+        (long_suite, "score_windows", ["--suite", "long", "--max_length", "64", "--limit", "1"]),
+    ],
+)
+def test_results_name_the_commit_of_the_code_that_began(
+    module: Any,
+    measure: str,
+    options: list[str],
+    checkpoints: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Somebody may commit something else before it has ended."""
+    commits, original = ["began"], getattr(module, measure)
+
+    def measure_meanwhile(*arguments: Any, **options: Any) -> Any:
+        commits.append("committed meanwhile")
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(module, measure, measure_meanwhile)
+    monkeypatch.setattr(results_module, "source_commit", lambda: commits[-1])
+    (tmp_path / "text.txt").write_text(9 * DOCUMENTS[1])
+    command = ["evaluate", checkpoints[0], "--dataset", str(tmp_path / "text.txt"), *options, "--device", "cpu"]
+    assert cli.main([*command, "--output", str(tmp_path / "results")]) == 0
+    (scored,) = json.loads((tmp_path / "results" / "results.json").read_text())["checkpoints"]
+    assert scored["commit"] == "began"
 
 
 def test_files_of_the_user_are_not_replaced(checkpoints: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -14,8 +14,10 @@ from torch.nn.functional import cross_entropy
 
 from dynattn.modeling.ops.distance_tables import NO_TABLES
 from dynattn.scripts.cli import main
+from dynattn.scripts.common import environment
 from dynattn.scripts.common.atomic_folder import MACHINE
 from dynattn.scripts.common.composition_observation import visible_pairs
+from dynattn.scripts.inspect import job
 from dynattn.scripts.inspect.measures import ablate, head_flow, leave_out, loss_of, measure_layer, observe
 
 IDS = torch.randint(0, 97, (1, 20), generator=torch.Generator().manual_seed(7))
@@ -140,6 +142,15 @@ def test_one_page_holds_everything(checkpoint: Path, tmp_path: Path, capsys: pyt
     assert main(again) == 2
     assert "is not empty; give another folder, or --overwrite" in capsys.readouterr().err
     assert main([*again, "--overwrite", "--max_tokens", "16", "--layer", "0"]) == 0
+
+
+def test_measures_name_the_commit_of_the_code_that_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody may commit something else before it has ended."""
+    commits = ["began"]
+    monkeypatch.setattr(environment, "source_commit", lambda: commits[-1])
+    monkeypatch.setattr(job, "ablate", lambda *_: commits.append("committed meanwhile"))
+    record, _ = job.look(make_model(), IDS, "model", "text")
+    assert record["commit"] == "began"
 
 
 @pytest.mark.parametrize(
