@@ -49,16 +49,15 @@ def load_checkpoint(
     Raises:
         UserError: either is missing or damaged, a field is not valid, or the device is not there.
     """
-    target = find_device(device)
-    for place in {path, tokenizer or path}:
+    target, tokenizer = find_device(device), tokenizer or path
+    for place in (path, tokenizer):
         check_place(place)
     if Path(path).is_dir():
         check_has_config(Path(path))
-    remote = not (Path(path).is_dir() and Path(tokenizer or path).is_dir())
+    remote = not (Path(path).is_dir() and Path(tokenizer).is_dir())
     with offline_if_unreachable() if remote else nullcontext():
         model = _load_model(path, dtype, trust_remote_code, config_changes)
-        fix = "save one there or give --tokenizer PATH"
-        loaded_tokenizer = load_tokenizer(tokenizer or path, trust_remote_code, fix)
+        loaded_tokenizer = load_tokenizer(tokenizer, trust_remote_code, "save one there or give --tokenizer PATH")
     model.to(target)  # type: ignore[arg-type]
     return model.eval(), loaded_tokenizer
 

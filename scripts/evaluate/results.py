@@ -228,7 +228,8 @@ def write_results(results: Results, folder: str | Path, *, overwrite: bool = Fal
         UserError: as `check_output`.
     """
     folder = Path(folder)
-    content = {key: value for key, value in asdict(replace(results, raw=[])).items() if key not in ("samples", "raw")}
+    content = asdict(replace(results, samples=[], raw=[]))  # which would be copied, and are written apart
+    del content["samples"], content["raw"]
     if results.quoted:
         content["quoted_source"] = quoted_source()
     write_files(folder, content, format_table(results), partial(_write_details, results, content), overwrite=overwrite)
