@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from dynattn.scripts.common.checkpoint_files import (
     require_inside,
 )
 from dynattn.scripts.common.errors import UserError, refusal_of
-from dynattn.scripts.common.weight_files import read_weight_map
 
 
 def link(path: Path, target: str) -> Path:
@@ -119,21 +117,6 @@ def test_sizes_fit_the_tensors() -> None:
     for config in ({"n_layer": 4}, {"vocab_size": 62}, {"head_dim": 0}, {"dim": -1}):
         with pytest.raises(UserError, match=rf"{next(iter(config))} in config.json is .* at most (3|61) \("):
             check_sizes(config, shapes)
-
-
-@pytest.mark.skipif(sys.getfilesystemencoding() != "utf-8", reason="this Python's files have names in ASCII alone")
-def test_names_in_an_index(tmp_path: Path) -> None:
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "model-é.safetensors"}}))
-    assert read_weight_map(index) == {"a": tmp_path / "model-é.safetensors"}
-    for name in ("é" * 200, "..", "a/b", None):
-        index.write_text(json.dumps({"weight_map": {"a": name}}))
-        with pytest.raises(UserError, match="no file name in that folder"):
-            read_weight_map(index)
-    for content, message in (([], "is no index"), ({"weight_map": 1}, "is no index"), ({"weight_map": {}}, "names no")):
-        index.write_text(json.dumps(content))
-        with pytest.raises(UserError, match=message):
-            read_weight_map(index)
 
 
 def test_reasons_are_sentences_or_name_their_kind() -> None:

@@ -1,4 +1,4 @@
-"""Which files hold the weights, and that they are streamed: memory stays near the size of one file."""
+"""Shards are written one by one: memory stays near the size of one file, and no number is lost."""
 
 import json
 import random
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dynattn import DCFormerConfig
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.common.weight_files import find_weight_files
 from dynattn.scripts.convert.common.planning import meta_model, shapes_of
 from dynattn.scripts.convert.common.shards import cast
 from dynattn.scripts.convert.common.weight_map import plan_export, written_shapes
@@ -48,17 +47,6 @@ def write_synthetic(folder: Path, config: DCFormerConfig, shards: int) -> int:
         }
         save_file(tensors, folder / f"model-{number + 1:05d}-of-{shards:05d}.safetensors")
     return max(path.stat().st_size for path in folder.glob("*.safetensors"))
-
-
-@pytest.mark.parametrize(("stem", "suffix"), [("model", ".safetensors"), ("pytorch_model", ".bin")])
-def test_a_single_file_comes_before_shards_as_in_transformers(stem: str, suffix: str, tmp_path: Path) -> None:
-    shard, single = tmp_path / f"{stem}-00001-of-00001{suffix}", tmp_path / f"{stem}{suffix}"
-    index = {"weight_map": {"norm.weight": shard.name}}
-    (tmp_path / f"{stem}{suffix}.index.json").write_text(json.dumps(index))
-    shard.touch()
-    assert find_weight_files(tmp_path) == ([shard], {"norm.weight": shard})
-    single.touch()
-    assert find_weight_files(tmp_path) == ([single], {})
 
 
 @pytest.mark.slow
