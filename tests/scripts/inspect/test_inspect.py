@@ -3,12 +3,12 @@
 import json
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
 from cases.checkpoints import save_tokenizer
+from cases.html_page import Page
 from cases.models import make_model
 from torch.nn.functional import cross_entropy
 
@@ -102,17 +102,6 @@ def test_documents_and_padding_hide_pairs() -> None:
     assert visible_pairs(query, query, NO_TABLES, call | {"is_causal": False}).all()
 
 
-class Links(HTMLParser):
-    """Collects what a page would load."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loaded: list[str] = []
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.loaded += [value or "" for name, value in attributes if name in ("src", "href")]
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inspected") / "model"
@@ -126,10 +115,9 @@ def test_one_page_holds_everything(checkpoint: Path, tmp_path: Path, capsys: pyt
     assert main(["inspect", str(checkpoint), "--output", str(tmp_path / "seen"), "--text", text]) == 0
     assert capsys.readouterr().out == f"wrote {tmp_path / 'seen' / 'page.html'}\n"
     page = (tmp_path / "seen" / "page.html").read_text()
-    links = Links()
-    links.feed(page)
-    assert len(links.loaded) == 8
-    assert all(link.startswith("data:image/png;base64,") for link in links.loaded)
+    links = Page(page).links
+    assert len(links) == 8
+    assert all(link.startswith("data:image/png;base64,") for link in links)
     assert len(page) < 5_000_000
     record = json.loads((tmp_path / "seen" / "measures.json").read_text())
     assert len(record["layers"]) == 3

@@ -3,11 +3,11 @@
 import json
 import os
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cases.html_page import Page
 from matplotlib.figure import Figure
 
 from dynattn.scripts.cli import main
@@ -31,24 +31,6 @@ def write_run(folder: Path, **changes: Any) -> Path:
     arguments = {"learning_rate": 1e-3, "seed": 0, "output": str(folder), **changes}
     (folder / "run.json").write_text(json.dumps(arguments))
     return folder
-
-
-class Page(HTMLParser):
-    """Collects elements, texts and whatever would be loaded from elsewhere."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.texts: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data.strip())
 
 
 def test_a_page_of_two_runs_shows_what_differs_and_needs_nothing_else(
