@@ -18,7 +18,8 @@ from itertools import product
 from .synthetic import OPPOSITES, PEOPLE, THINGS
 
 SEED = 20240516
-ITEMS_OF_A_FORM, THREE = 24, 3
+ITEMS_OF_A_FORM = 24
+FACTS = 3  # of an item, or things that it lists; the answer is at one of them
 
 # fmt: off
 CITIES = {
@@ -176,7 +177,7 @@ def generate(number: int) -> list[Item]:
     rng = random.Random(f"{SEED} {number}")
     items: dict[str, Item] = {}
     while len(items) < ITEMS_OF_A_FORM:
-        item = draw_item(rng, number, len(items) % THREE)
+        item = draw_item(rng, number, len(items) % FACTS)
         items.setdefault(item.text, item)
     return list(items.values())
 
@@ -195,7 +196,7 @@ def draw_about_same_facts(rng: random.Random, number: int) -> list[Item]:
     Questions that deny and questions for the odd one of three things need facts of their own, so each is drawn alone.
     """
     seed, form = rng.random(), FORMS[number]
-    places = rng.sample(range(THREE), THREE)
+    places = rng.sample(range(FACTS), FACTS)
     alone = form.denied or form.family == ODD_ONE_OUT
     return [draw_item(random.Random(seed), number, place) for place in (places[:1] if alone else places)]
 
@@ -208,7 +209,7 @@ def draw_stated(rng: random.Random, form: Form, place: int) -> tuple[str, list[s
     facts = " ".join(_fill(pattern, thing, person) for person, thing in zip(people, things, strict=True))
     verb = rng.choice(wording.denies if form.denied else wording.says)
     # A question that denies names what the two others have, or the person who has all but the thing at `place`.
-    named = (place + 1) % THREE if form.denied else place
+    named = (place + 1) % FACTS if form.denied else place
     asked = " ".join([verb, *([_fill(wording.relation, things[named])] if form.by_relation else [])])
     answers = [thing.related if form.by_relation else thing.name for thing in things]
     if form.who:
@@ -222,10 +223,10 @@ def _draw_facts(rng: random.Random, form: Form, place: int) -> tuple[list[str], 
     For "Who does not have ...?" two of three people have the same thing, or things of the same kind. For "... does not
     have" a person has two of the three things.
     """
-    people, things = rng.sample(PEOPLE, THREE), draw_things(rng, form.words, THREE)
+    people, things = rng.sample(PEOPLE, FACTS), draw_things(rng, form.words, FACTS)
     if not form.denied:
         return people, things
-    first, second = (index for index in range(THREE) if index != place)
+    first, second = (index for index in range(FACTS) if index != place)
     if form.who:
         things[second] = _alike(rng, form, things[first])
     else:
@@ -243,7 +244,7 @@ def draw_odd_one(rng: random.Random, form: Form, place: int) -> tuple[str, list[
     """Three things, two of them the same, and a question about the one at `place`: text, choices, label."""
     wording = FAMILIES[form.words]
     odd, other = draw_things(rng, form.words, 2)
-    row = [odd if index == place else other for index in range(THREE)]
+    row = [odd if index == place else other for index in range(FACTS)]
     listed = ", ".join(_fill(wording.listed, thing) for thing in row)
     asked = f"Which is not {other.name}?" if form.denied else "Which is different?"
     start = _fill(wording.relation.capitalize(), odd) if form.by_relation else wording.odd
