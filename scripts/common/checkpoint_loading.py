@@ -87,12 +87,16 @@ def check_pair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> No
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises UserError if `tokenizer` has ids that `model` does not embed."""
     rows = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
-    highest = max(tokenizer.get_vocab().values())
-    if highest >= rows:
+    if (highest := highest_id(tokenizer)) >= rows:
         raise UserError(
             f"the tokenizer has ids up to {highest} but the model embeds {rows} (0 ... {rows - 1}); "
             "give the tokenizer that the model was trained with"
         )
+
+
+def highest_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The highest id of a tokenizer's tokens, between which there may be gaps; -1 if it has no tokens."""
+    return max(tokenizer.get_vocab().values(), default=-1)
 
 
 def refuse_nan(logits: torch.Tensor) -> None:

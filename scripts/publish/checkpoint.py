@@ -12,6 +12,7 @@ from dynattn.families import FAMILIES, Family, family_of
 from dynattn.remote_code import registered_classes, travels
 
 from ..common.checkpoint_files import COMPANION_PATTERNS, TOKENIZER_PATTERNS, check_sizes, matching_files, read_config
+from ..common.checkpoint_loading import highest_id
 from ..common.errors import UserError, last_line, refusal_of
 from ..common.folder_names import resolve_folder
 from ..common.weight_files import WEIGHTS, WEIGHTS_INDEX, StoredTensor, check_places, find_weight_files, read_header
@@ -123,9 +124,9 @@ def _load_tokenizer(folder: Path, rows: int) -> PreTrainedTokenizerBase | None:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception for a damaged file
         raise UserError(f"the tokenizer in {folder} does not load: {last_line(error)}") from error
-    if len(tokenizer) > rows:
+    if (highest := highest_id(tokenizer)) >= rows:
         raise UserError(
-            f"the tokenizer in {folder} has {len(tokenizer)} tokens but the model embeds {rows}; "
+            f"the tokenizer in {folder} has ids up to {highest} but the model embeds {rows}; "
             "put the tokenizer there that the model was trained with"
         )
     return tokenizer

@@ -24,6 +24,7 @@ from lm_eval.utils import (
     get_sample_results_filenames,
     make_table,
 )
+from tokenizers import Tokenizer, models
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -459,6 +460,8 @@ def damage(checkpoint: Path, how: str) -> None:
             edit_config(checkpoint, num_attention_heads=0)
         case "tokenizer of another kind":
             (checkpoint / "tokenizer.json").write_text("[]")
+        case "tokenizer without tokens":
+            PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())).save_pretrained(checkpoint)
         case "both ways":
             sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
             BertLMHeadModel(BertConfig(vocab_size=384, **sizes)).save_pretrained(checkpoint)
@@ -489,6 +492,7 @@ def damage(checkpoint: Path, how: str) -> None:
         ("config of another kind", "cannot load a causal language model from"),
         ("field of another kind", "cannot load a causal language model from"),
         ("tokenizer of another kind", "there is no usable tokenizer in"),
+        ("tokenizer without tokens", "the tokenizer has neither a bos nor an eos token"),
         ("both ways", "is a bert that reads each token with those after it"),
         ("truncated weights", "cannot load a causal language model from"),
         ("NaN weights", "the model's logits are NaN"),

@@ -338,6 +338,13 @@ def swap_shards(folder: Path) -> None:
     shutil.copyfile(second, first)
 
 
+def move_last_token(folder: Path, place: int) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary[max(vocabulary, key=vocabulary.get)] = place
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (shutil.rmtree, "does not exist"),
     "empty": (lambda folder: [path.unlink() for path in folder.iterdir()], "is empty"),
@@ -363,6 +370,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "nan": (poison, "outputs NaN"),
     "tokenizer damaged": (lambda folder: (folder / "tokenizer.json").write_text("{"), "does not load"),
     "tokenizer too big": (lambda folder: save_tokenizer(folder, 400), "but the model embeds 300"),
+    "tokenizer with gaps": (lambda folder: move_last_token(folder, 350), "but the model embeds 300"),
     "card damaged": (lambda folder: (folder / "README.md").write_text("---\n[: :\n---\n"), "no model card"),
 }
 
