@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .custom_operators import NAMESPACE
 from .dtypes import at_least_float32
 from .modes import autocast, under_transforms
-from .operator_schema import NAMESPACE
 
 # Each chunk adds to the whole gradient of the weight, which makes small chunks slow.
 CHUNK_TOKENS = 1024

@@ -1,9 +1,9 @@
-"""Modes of PyTorch that an op has to handle by itself: autocast, transforms of functions, unusual derivatives."""
+"""Modes of PyTorch that an op has to handle by itself: autocast and transforms of functions."""
 
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,14 +47,6 @@ def under_transforms(definition: Callable[..., Any]) -> Callable[[Callable[..., 
         return call
 
     return decorate
-
-
-def refuse_second_derivatives(ctx: Any, *grads: Any) -> NoReturn:
-    """The autograd formula of a custom backward pass, which has no derivatives; always raises NotImplementedError."""
-    raise NotImplementedError(
-        "this implementation of attention has no second derivatives; use implementation='eager' "
-        "(attn_implementation='eager' in a model), or torch.func"
-    )
 
 
 def _is_transformed() -> bool:

@@ -1,15 +1,16 @@
 """Relative attention in linear memory: one chunk of queries at a time, with scores recomputed in the backward pass."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..custom_operators import AttentionOperator
 from ..dtypes import at_least_float32
 from ..masking import Structure, four_dimensional, split_mask
-from ..modes import autocast, refuse_second_derivatives, under_transforms
-from ..operator_schema import NAMESPACE, arguments_of, as_tuples, results_of, tensors_for
+from ..modes import autocast, under_transforms
 from .chunk import Operands, RelativeChunk, relative_chunks
 from .eager import NO_TERMS, PositionTerms, relative_eager
 
@@ -19,7 +20,7 @@ FEW_PAIRS = 1 << 15
 
 
 class RelativeInputs(NamedTuple):
-    """The arguments of the operators that are tensors."""
+    """The arguments of the operator that are tensors."""
 
     query: Tensor  # [B, H, T, D]
     key: Tensor  # [B, H, S, D]
@@ -32,7 +33,7 @@ class RelativeInputs(NamedTuple):
 
 
 class RelativeSettings(NamedTuple):
-    """The arguments of the operators that are not tensors."""
+    """The arguments of the operator that are not tensors."""
 
     scaling: float
     is_causal: bool
@@ -40,12 +41,6 @@ class RelativeSettings(NamedTuple):
     dropout: float
     later_rows: int  # of the rows in `embeddings` and `bias`
     bias_may_hide: bool  # keys, where it is minus infinity
-
-
-ARGUMENTS = arguments_of(RelativeInputs, RelativeSettings)
-ARGUMENT_NAMES = (*RelativeInputs._fields, *RelativeSettings._fields)
-# The tensors that have gradients, which are the first fields of `RelativeInputs`.
-DIFFERENTIABLE = RelativeInputs._fields[: RelativeInputs._fields.index("attention_mask")]
 
 
 @under_transforms(relative_eager)
@@ -122,50 +117,50 @@ def _reached_rows(structure: Structure, later_rows: int) -> slice:
     return slice(max(later_rows - ahead, 0), later_rows + min(structure.keys, window))
 
 
-@torch.library.custom_op(f"{NAMESPACE}::relative_chunked", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
-def _forward_op(*arguments: Any) -> Tensor:
-    """The output `[B, T, H, D]`, with the fields of `RelativeInputs` and `RelativeSettings` as arguments."""
-    inputs, settings = as_tuples(arguments, RelativeInputs, RelativeSettings)
-    with torch.no_grad(), torch.autocast(inputs.query.device.type, enabled=False):
-        operands = _heads_first(inputs)
-        output = inputs.query.new_zeros(inputs.query.transpose(1, 2).shape)
-        for chunk in _chunks(inputs, settings):
-            probs = chunk.probabilities(operands, settings.scaling)
-            kept = chunk.dropout_mask(probs, settings.dropout, inputs.seed)
-            weights = (probs if kept is None else probs * kept).to(inputs.query.dtype)
-            output.permute(2, 0, 1, 3)[:, :, chunk.queries] = weights @ operands.value[:, :, chunk.keys]
-        return output
+def _attend(inputs: RelativeInputs, settings: RelativeSettings) -> Tensor:
+    """The output `[B, T, H, D]`."""
+    operands = _heads_first(inputs)
+    output = inputs.query.new_zeros(inputs.query.transpose(1, 2).shape)
+    for chunk in _chunks(inputs, settings):
+        probs = chunk.probabilities(operands, settings.scaling)
+        kept = chunk.dropout_mask(probs, settings.dropout, inputs.seed)
+        weights = (probs if kept is None else probs * kept).to(inputs.query.dtype)
+        output.permute(2, 0, 1, 3)[:, :, chunk.queries] = weights @ operands.value[:, :, chunk.keys]
+    return output
 
 
-@torch.library.custom_op(
-    f"{NAMESPACE}::relative_chunked_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_output, {ARGUMENTS}) -> {tensors_for(DIFFERENTIABLE)}",
-)
-def _backward_op(grad_output: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """The gradients of the `DIFFERENTIABLE` inputs, each in the shape of its tensor; empty for those that are absent.
+def _attend_backward(
+    grad_output: Tensor, inputs: RelativeInputs, settings: RelativeSettings, _: Sequence[str]
+) -> dict[str, Tensor]:
+    """The gradients of the inputs by name, each in the shape of its tensor, from that of the output, `[B, T, H, D]`."""
+    operands = _heads_first(inputs)
+    grads = _zeros_like(operands)
+    grad_output = grad_output.permute(2, 0, 1, 3).contiguous()
+    for chunk in _chunks(inputs, settings):
+        probs = chunk.probabilities(operands, settings.scaling)
+        kept = chunk.dropout_mask(probs, settings.dropout, inputs.seed)
+        grad_chunk = grad_output[:, :, chunk.queries]
+        weights = (probs if kept is None else probs * kept).to(inputs.query.dtype)
+        grads.value[:, :, chunk.keys] += weights.transpose(-1, -2) @ grad_chunk
+        grad_probs = (grad_chunk @ operands.value[:, :, chunk.keys].transpose(-1, -2)).to(probs.dtype)
+        grad_probs = grad_probs if kept is None else grad_probs.mul_(kept)
+        # PyTorch's formula subtracts the weighted mean of `grad_probs` as stored here: if all are equal, 0 is left.
+        grad_scores = torch.ops.aten._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
+        # These maps would otherwise be kept beside those by distance.
+        del probs, weights, grad_probs
+        chunk.accumulate(operands, grads, grad_scores.mul_(settings.scaling).to(inputs.query.dtype))
+    return _as_given(grads, operands)
 
-    `grad_output` is `[B, T, H, D]`; the other arguments are those of `_forward_op`.
-    """
-    inputs, settings = as_tuples(arguments, RelativeInputs, RelativeSettings)
-    with torch.no_grad(), torch.autocast(inputs.query.device.type, enabled=False):
-        operands = _heads_first(inputs)
-        grads = _zeros_like(operands)
-        grad_output = grad_output.permute(2, 0, 1, 3).contiguous()
-        for chunk in _chunks(inputs, settings):
-            probs = chunk.probabilities(operands, settings.scaling)
-            kept = chunk.dropout_mask(probs, settings.dropout, inputs.seed)
-            grad_chunk = grad_output[:, :, chunk.queries]
-            weights = (probs if kept is None else probs * kept).to(inputs.query.dtype)
-            grads.value[:, :, chunk.keys] += weights.transpose(-1, -2) @ grad_chunk
-            grad_probs = (grad_chunk @ operands.value[:, :, chunk.keys].transpose(-1, -2)).to(probs.dtype)
-            grad_probs = grad_probs if kept is None else grad_probs.mul_(kept)
-            # PyTorch's formula subtracts the weighted mean of `grad_probs` as stored here: if all are equal, 0 is left.
-            grad_scores = torch.ops.aten._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
-            # These maps would otherwise be kept beside those by distance.
-            del probs, weights, grad_probs
-            chunk.accumulate(operands, grads, grad_scores.mul_(settings.scaling).to(inputs.query.dtype))
-    return results_of(_as_given(grads, operands), DIFFERENTIABLE, grad_output)
+
+# The inputs that have gradients are the first fields of `RelativeInputs`.
+_forward_op = AttentionOperator(
+    "relative_chunked",
+    RelativeInputs,
+    RelativeSettings,
+    _attend,
+    _attend_backward,
+    differentiable=RelativeInputs._fields[: RelativeInputs._fields.index("attention_mask")],
+).forward
 
 
 def _chunks(inputs: RelativeInputs, settings: RelativeSettings) -> list[RelativeChunk]:
@@ -175,38 +170,6 @@ def _chunks(inputs: RelativeInputs, settings: RelativeSettings) -> list[Relative
     if bias_hides and bias is not None and bias.is_cpu:  # reading it from another device would wait
         bias_hides = bool(bias.isneginf().any())
     return relative_chunks(structure, settings.later_rows, bias_hides)
-
-
-@_forward_op.register_fake
-def _(query: Tensor, *_: Any) -> Tensor:
-    """An empty output `[B, T, H, D]` for a query `[B, H, T, D]`."""
-    return query.new_empty(query.transpose(1, 2).shape)
-
-
-@_backward_op.register_fake
-def _(grad_output: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Empty gradients in the shapes of their operands, `query` `[B, H, T, D]` first."""
-    given = zip(DIFFERENTIABLE, arguments, strict=False)
-    grads = {name: tensor.new_empty(tensor.shape) for name, tensor in given if tensor is not None}
-    return results_of(grads, DIFFERENTIABLE, grad_output)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Saves all operands but nothing of the output `[B, T, H, D]`; the backward pass computes probabilities again."""
-    ctx.save_for_backward(*inputs[: len(RelativeInputs._fields)])
-    ctx.settings = inputs[len(RelativeInputs._fields) :]
-
-
-def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of all arguments of `_forward_op`, from that of its output `[B, T, H, D]`."""
-    results = _backward_op(grad_output, *ctx.saved_tensors, *ctx.settings)
-    grads = dict(zip(DIFFERENTIABLE, results, strict=True))
-    needed = zip(ARGUMENT_NAMES, ctx.needs_input_grad, strict=True)
-    return tuple(grads[name] if is_needed else None for name, is_needed in needed)
-
-
-_forward_op.register_autograd(_differentiate, setup_context=_save)
-_backward_op.register_autograd(refuse_second_derivatives)
 
 
 def _heads_first(inputs: RelativeInputs) -> Operands:

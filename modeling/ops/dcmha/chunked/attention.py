@@ -1,81 +1,30 @@
 """DCMHA in linear memory, for any device: a few queries at a time, with their scores for all keys that they can see.
 
 The scores of such a chunk of queries are composed, go through the softmax and are composed again, before the next chunk
-reuses their memory. Only the inputs are saved for the backward pass, which computes the maps of each chunk again. Both
-passes are custom operators, so that autograd and `torch.compile` see one node each.
+reuses their memory. Only the inputs are saved for the backward pass, which computes the maps of each chunk again.
 """
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
+from ...custom_operators import AttentionOperator
 from ...distance_tables import NO_TABLES, DistanceTables
 from ...masking import four_dimensional, mask_one_query, with_first_keys
-from ...modes import autocast, refuse_second_derivatives, under_transforms, without_autocast
-from ...operator_schema import NAMESPACE, arguments_of, as_tuples, results_of, tensors_for
+from ...modes import autocast, under_transforms, without_autocast
 from ..composition import Composition, pack_factors
 from ..eager import dcmha_eager
 from .arguments import DIFFERENTIABLE, ChunkedInputs, ChunkedSettings, DecodeStep
 from .decode import attend_to_cache
 from .passes import attend, attend_backward
 
-ARGUMENTS = arguments_of(ChunkedInputs, ChunkedSettings)
-ARGUMENT_NAMES = (*ChunkedInputs._fields, *ChunkedSettings._fields)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::dcmha_chunked", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
-def _forward_op(*arguments: Any) -> Tensor:
-    """`attend` with the fields of `ChunkedInputs` and `ChunkedSettings` as arguments; returns `[B, T, H, D]`."""
-    inputs, settings = as_tuples(arguments, ChunkedInputs, ChunkedSettings)
-    with torch.no_grad(), torch.autocast(inputs.query.device.type, enabled=False):
-        return attend(inputs, settings)
-
-
-@torch.library.custom_op(
-    f"{NAMESPACE}::dcmha_chunked_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_output, {ARGUMENTS}, bool mask_needs_grad) -> {tensors_for(DIFFERENTIABLE)}",
-)
-def _backward_op(grad_output: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """`attend_backward` for the gradient `[B, T, H, D]` of the output; other arguments as for `_forward_op`."""
-    inputs, settings = as_tuples(arguments[:-1], ChunkedInputs, ChunkedSettings)
-    with torch.no_grad(), torch.autocast(inputs.query.device.type, enabled=False):
-        grads = attend_backward(grad_output, inputs, settings, arguments[-1])
-    return results_of(grads, DIFFERENTIABLE, grad_output)
-
-
-@_forward_op.register_fake
-def _(query: Tensor, *_: Any) -> Tensor:
-    """An empty `[B, T, H, D]` for a query `[B, H, T, D]`."""
-    batch, heads, queries, width = query.shape
-    return query.new_empty(batch, queries, heads, width)
-
-
-@_backward_op.register_fake
-def _(grad_output: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Empty tensors in the shapes of what `_backward_op` returns: `[B, H, T, D]` first, for the query."""
-    inputs, _ = as_tuples(arguments[:-1], ChunkedInputs, ChunkedSettings)
-    grads = {name: tensor.new_empty(tensor.shape) for name, tensor in inputs.differentiable(arguments[-1]).items()}
-    return results_of(grads, DIFFERENTIABLE, grad_output)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Saves the inputs of `_forward_op` for the backward pass, but not its output `[B, T, H, D]`."""
-    ctx.save_for_backward(*inputs[: len(ChunkedInputs._fields)])
-    ctx.settings = inputs[len(ChunkedInputs._fields) :]
-
-
-def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    """One gradient for each argument of `_forward_op`, from that of its output `[B, T, H, D]`."""
-    needed = dict(zip(ARGUMENT_NAMES, ctx.needs_input_grad, strict=True))
-    results = _backward_op(grad_output, *ctx.saved_tensors, *ctx.settings, needed["mask"])
-    grads = dict(zip(DIFFERENTIABLE, results, strict=True))
-    return tuple(grads[name] if needed[name] else None for name in ARGUMENT_NAMES)
-
-
-_forward_op.register_autograd(_differentiate, setup_context=_save)
-_backward_op.register_autograd(refuse_second_derivatives)
+_forward_op = AttentionOperator(
+    "dcmha_chunked",
+    ChunkedInputs,
+    ChunkedSettings,
+    attend,
+    attend_backward,
+    differentiable=DIFFERENTIABLE,
+    on_demand=("mask",),
+).forward
 
 
 @under_transforms(dcmha_eager)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...custom_operators import NAMESPACE
 from ...distance_tables import DistanceTables, at_distances
 from ...dtypes import at_least_float32
 from ...masking import key_distances, masked_softmax, split_mask
-from ...operator_schema import NAMESPACE
 from ...scaled_products import scaled_bmm
 from ..composition import SIDES, TENSORS, Composition, from_list, list_tensors
 from .arguments import DecodeStep

@@ -1,5 +1,7 @@
 """The forward and the backward pass of the chunked op: in C code, or as loops over items and chunks in PyTorch."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -51,16 +53,18 @@ def attend(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
 
 
 def attend_backward(
-    grad_output: Tensor, inputs: ChunkedInputs, settings: ChunkedSettings, mask_needs_grad: bool
+    grad_output: Tensor, inputs: ChunkedInputs, settings: ChunkedSettings, wanted: Sequence[str] = ()
 ) -> dict[str, Tensor]:
     """Differentiates `attend`, whose maps it computes again.
 
     Args:
         grad_output: `[B, T, H, D]`.
+        wanted: `mask` is in it if the gradient of the mask is needed.
 
     Returns:
-        The gradients of `inputs.differentiable(mask_needs_grad)`, in their shapes and dtypes.
+        The gradients of the inputs in `DIFFERENTIABLE`, in their shapes and dtypes; that of the mask only if needed.
     """
+    mask_needs_grad = "mask" in wanted
     structure = Structure.of_call(inputs.query, inputs.key, inputs.offset, settings.is_causal, settings.sliding_window)
     library = library_for(inputs, settings)
     if library is not None:

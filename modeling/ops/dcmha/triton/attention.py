@@ -4,16 +4,13 @@ A single query without gradients, a decoding step, has kernels of its own. A sin
 `dcmha_chunked`.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from ...custom_operators import AttentionOperator
 from ...distance_tables import NO_TABLES, DistanceTables
 from ...masking import four_dimensional, mask_one_query
-from ...modes import autocast, refuse_second_derivatives, under_transforms
-from ...operator_schema import NAMESPACE, arguments_of, as_tuples, results_of, tensors_for
+from ...modes import autocast, under_transforms
 from ..chunked.attention import dcmha_chunked
 from ..composition import Composition, pack_factors
 from ..eager import dcmha_eager
@@ -21,12 +18,9 @@ from .arguments import TABLES, MapInputs, MapSettings
 from .decode import decode
 from .head_groups import common_groups, join_groups, split_factors, split_heads, within_groups
 from .kernels.registry import load_kernels
-from .matmuls import contiguous
 from .passes import attend, attend_backward
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# The inputs that have gradients: the first fields of `MapInputs`.
-DIFFERENTIABLE = MapInputs._fields[: MapInputs._fields.index("mask")]
 
 
 @under_transforms(dcmha_eager)
@@ -143,78 +137,14 @@ def _attend(
     return join_groups(output, groups)
 
 
-ARGUMENTS = arguments_of(MapInputs, MapSettings)
-ARGUMENT_NAMES = (*MapInputs._fields, *MapSettings._fields)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::dcmha_triton", mutates_args=(), schema=f"({ARGUMENTS}) -> (Tensor, Tensor)")
-def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """`attend` as an operator, with the fields of `MapInputs` and `MapSettings` as arguments.
-
-    Returns the output `[B, T, H, D]` and the log-sum-exp `[B, H, T]`.
-    """
-    inputs, settings = as_tuples(arguments, MapInputs, MapSettings)
-    device = inputs.query.device
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.cuda.device_of(inputs.query):
-        return attend(inputs, settings)
-
-
-@torch.library.custom_op(
-    f"{NAMESPACE}::dcmha_triton_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_output, Tensor lse, {ARGUMENTS}, bool[] wanted) -> {tensors_for(DIFFERENTIABLE)}",
-)
-def _backward_op(grad_output: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """`attend_backward` as an operator: the gradients of `DIFFERENTIABLE`, in the shapes and dtypes of the inputs.
-
-    Those of tables by distance are empty unless the last argument, in the order of `TABLES`, has True for them.
-    """
-    inputs, settings = as_tuples(arguments[:-1], MapInputs, MapSettings)
-    device = inputs.query.device
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.cuda.device_of(inputs.query):
-        grads = attend_backward(grad_output, lse, inputs, settings, _tables_of(arguments[-1]))
-        grads = {name: contiguous(grad.to(getattr(inputs, name).dtype)) for name, grad in grads.items()}
-    return results_of(grads, DIFFERENTIABLE, grad_output)
-
-
-@_forward_op.register_fake
-def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Empty results of `_forward_op` for a query `[B, H, T, D]`."""
-    batch, heads, queries, width = query.shape
-    lse = query.new_empty((batch, heads, queries), dtype=torch.float32)
-    return query.new_empty(batch, queries, heads, width), lse
-
-
-@_backward_op.register_fake
-def _(grad_output: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Empty gradients in the shapes of the given inputs."""
-    unwanted = {*TABLES} - {*_tables_of(arguments[-1])}
-    given = {name: tensor for name, tensor in zip(DIFFERENTIABLE, arguments, strict=False) if tensor is not None}
-    grads = {name: tensor.new_empty(tensor.shape) for name, tensor in given.items() if name not in unwanted}
-    return results_of(grads, DIFFERENTIABLE, grad_output)
-
-
-def _tables_of(wanted: Sequence[bool]) -> list[str]:
-    """The names of the tables by distance whose gradients are `wanted`, which is in the order of `TABLES`."""
-    return [name for name, is_wanted in zip(TABLES, wanted, strict=True) if is_wanted]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Saves the log-sum-exp `[B, H, T]` and all inputs for the backward pass."""
-    count = len(MapInputs._fields)
-    ctx.save_for_backward(output[1], *inputs[:count])
-    ctx.settings = inputs[count:]
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    """Returns a gradient or None for each argument of `_forward_op`, given that of the output, `[B, T, H, D]`."""
-    lse, *tensors = ctx.saved_tensors
-    needed = dict(zip(ARGUMENT_NAMES, ctx.needs_input_grad, strict=True))
-    results = _backward_op(grad_output, lse, *tensors, *ctx.settings, [needed[name] for name in TABLES])
-    grads = dict(zip(DIFFERENTIABLE, results, strict=True))
-    return tuple(grads[name] if needed[name] else None for name in ARGUMENT_NAMES)
-
-
-_forward_op.register_autograd(_differentiate, setup_context=_save)
-_backward_op.register_autograd(refuse_second_derivatives)
+# The inputs that have gradients are the first fields of `MapInputs`.
+_forward_op = AttentionOperator(
+    "dcmha_triton",
+    MapInputs,
+    MapSettings,
+    attend,
+    attend_backward,
+    differentiable=MapInputs._fields[: MapInputs._fields.index("mask")],
+    on_demand=TABLES,
+    keeps_lse=True,
+).forward

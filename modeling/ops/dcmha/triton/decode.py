@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...custom_operators import NAMESPACE
 from ...distance_tables import NO_TABLES, DistanceTables
 from ...masking import split_mask
-from ...operator_schema import NAMESPACE
 from ..composition import Composition, list_tensors
 from .arguments import unspecialized
 from .kernels.registry import load_kernels

@@ -39,9 +39,7 @@ def attend(inputs: MapInputs, settings: MapSettings) -> tuple[Tensor, Tensor]:
 def attend_backward(
     grad_output: Tensor, lse: Tensor, inputs: MapInputs, settings: MapSettings, wanted: Sequence[str] = ()
 ) -> dict[str, Tensor]:
-    """Returns the gradients of all differentiable inputs, by name and in the shapes of `MapInputs`.
-
-    Gradients to which several chunks add are float32; others may have the dtype of the inputs.
+    """Returns the gradients of all differentiable inputs, by name and in their shapes and dtypes.
 
     Args:
         grad_output: `[B, T, H, D]`.
@@ -66,7 +64,8 @@ def attend_backward(
         tables.add("composed_scores", chunk)
         tables.add("scores", chunk, grad_scores)
         matmuls.add_to_queries_and_keys(chunk, grad_scores)
-    return matmuls.gradients() | composer.gradients() | tables.gradients()
+    grads = matmuls.gradients() | composer.gradients() | tables.gradients()
+    return {name: contiguous(grad.to(getattr(inputs, name).dtype)) for name, grad in grads.items()}
 
 
 def composer_class_for(inputs: MapInputs, settings: MapSettings) -> type[KernelComposer]:
