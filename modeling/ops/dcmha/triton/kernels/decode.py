@@ -18,13 +18,7 @@ scores and outputs take two kernels.
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def,assignment"
 
-from .tiles import PARTS, bound, finite, log_sum_exp, original, product
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("implementation='triton' needs Triton: pip install triton, or use 'chunked'") from error
+from .tiles import PARTS, bound, finite, log_sum_exp, original, product, tl, triton
 
 
 @triton.jit

@@ -3,16 +3,10 @@
 `DESIGN.md`, "Tables by distance", has its memory and the reasons.
 """
 
-from .tiles import bound
+from .tiles import bound, tl, triton
 
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def"
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("implementation='triton' needs Triton: pip install triton, or use 'chunked'") from error
 
 
 @triton.jit

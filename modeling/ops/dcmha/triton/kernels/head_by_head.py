@@ -55,17 +55,13 @@ from .tiles import (
     store_of_factors,
     store_of_queries,
     times,
+    tl,
     transposed,
+    triton,
 )
 
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def"
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("implementation='triton' needs Triton: pip install triton, or use 'chunked'") from error
 
 
 @triton.jit

@@ -6,16 +6,10 @@ queries need no shared memory. Terms of keys are `(down, up, gate)`, tuples of `
 Kernels turn the gradients of queries' matrices into those of their terms before they write them.
 """
 
-from .tiles import LOG2_E, Patch, exp2, make_penalty, original, product, rounded, shift_of
+from .tiles import LOG2_E, Patch, exp2, make_penalty, original, product, rounded, shift_of, tl, triton
 
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def,assignment"
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("implementation='triton' needs Triton: pip install triton, or use 'chunked'") from error
 
 
 @triton.jit

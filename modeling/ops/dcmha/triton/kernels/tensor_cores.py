@@ -68,16 +68,10 @@ from .matrix_tiles import (
     transposed_terms,
     widened,
 )
-from .tiles import LOG2_E, bound, exp2, finite, rounded
+from .tiles import LOG2_E, bound, exp2, finite, rounded, tl, triton
 
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def"
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("implementation='triton' needs Triton: pip install triton, or use 'chunked'") from error
 
 
 @triton.jit

@@ -11,6 +11,8 @@ from ..arguments import PANEL as PANEL_LENGTH
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def,assignment"
 
+# The other modules of kernels import `triton` and `tl` from here. The import is in a `try`: Transformers does not load
+# the code of a published model that imports an absent package elsewhere.
 try:
     import triton
     import triton.language as tl

@@ -13,16 +13,10 @@ All three take strides between items, heads and positions, `sizes` (`Sizes`) and
 "Windows", tells why they are not products of cuBLAS, and not one kernel with the composition.
 """
 
-from .tiles import is_reached, original, padded_width, product, rounded, shift_of
+from .tiles import is_reached, original, padded_width, product, rounded, shift_of, tl, triton
 
 # What runs on the device is typed by Triton's compiler.
 # mypy: disable-error-code="no-untyped-def"
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("implementation='triton' needs Triton: pip install triton, or use 'chunked'") from error
 
 
 @triton.jit
