@@ -8,13 +8,8 @@ from torch import Tensor
 
 from .arguments import Factors, MapInputs, Mixing
 from .tiling import MOST_PROGRAMS
-from .tuning import tile_of_matrices
+from .tuning import filled_up, tile_of_matrices
 from .workspace import Workspace
-
-
-def filled_up(heads: int) -> int:
-    """Returns the number of heads that a program holds: 16 or 32."""
-    return 16 if heads <= 16 else 32
 
 
 def count_terms(terms: Tensor | None) -> int:

@@ -12,8 +12,7 @@ from .composers.tensor_cores import TensorCoreComposer
 from .devices import shared_memory_of
 from .distance_columns import DistanceColumns, sums_needed
 from .matmuls import CublasMatmuls, Matmuls, contiguous
-from .matrices import filled_up
-from .tuning import composes_on_tensor_cores
+from .tuning import composes_on_tensor_cores, filled_up
 from .window_matmuls import WindowMatmuls
 from .workspace import Workspace, padded
 

@@ -101,7 +101,7 @@ def composes_on_tensor_cores(heads: int, dtype: torch.dtype, shared_memory: int,
         shared_memory: the bytes that a program may have on the device.
         mixes_heads: whether there are other terms than gates.
     """
-    has_memory = shared_memory >= MATRIX_MEMORY[16 if heads <= 16 else 32]
+    has_memory = shared_memory >= MATRIX_MEMORY[filled_up(heads)]
     return mixes_heads and has_memory and dtype != torch.float32 and FEWEST_HEADS <= heads <= MOST_HEADS
 
 
@@ -118,6 +118,11 @@ def tiles_for(
     if max(term_counts) > 5 or wide_static:
         return TILES_OF_MANY_TERMS
     return TILES | ({"dcmha_backward_post": TILE_OF_GAINS} if has_gain else {})
+
+
+def filled_up(heads: int) -> int:
+    """Returns the number of heads that a program of a kernel on the tensor cores holds, with padding: 16 or 32."""
+    return 16 if heads <= 16 else 32
 
 
 def matrix_tiles_for(padded: int) -> dict[str, tuple[int, int, int, int]]:

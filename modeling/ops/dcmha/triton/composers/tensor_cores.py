@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..arguments import ColumnTables, MapChunk, MapInputs, Mixing, TermGradients, unspecialized
 from ..distance_columns import DistanceColumns
-from ..matrices import count_terms, filled_up, key_counts, make_mixing, padded_terms
-from ..tuning import matrix_tiles_for, turns_of_rows, turns_of_window
+from ..matrices import count_terms, key_counts, make_mixing, padded_terms
+from ..tuning import filled_up, matrix_tiles_for, turns_of_rows, turns_of_window
 from ..workspace import Workspace
 from .interface import KernelComposer
 
@@ -24,7 +24,8 @@ class TensorCoreComposer(KernelComposer):
 
     @staticmethod
     def patch_of(inputs: MapInputs) -> tuple[int, int]:
-        queries, keys, *_ = map(max, zip(*_tiles(inputs.query.shape[1]).values(), strict=True))
+        tiles = matrix_tiles_for(filled_up(inputs.query.shape[1]))
+        queries, keys, *_ = map(max, zip(*tiles.values(), strict=True))
         return queries, keys
 
     @staticmethod
@@ -33,7 +34,7 @@ class TensorCoreComposer(KernelComposer):
 
     def __init__(self, work: Workspace, inputs: MapInputs, tables: DistanceColumns, *, backward: bool) -> None:
         self.work, self.tables, self.padded = work, tables, filled_up(work.heads)
-        self.tiles = _tiles(work.heads)
+        self.tiles = matrix_tiles_for(self.padded)
         self.terms = padded_terms(work, inputs)
         self.statics = {"pre": inputs.pre_static, "post": inputs.post_static}
         self.mixing = make_mixing(work, inputs, self.terms)
@@ -161,11 +162,6 @@ class TensorCoreComposer(KernelComposer):
             None if self.statics[stage] is None else new(items, programs, blocks, *square, dtype=torch.float32),
             unspecialized(self._slots(name)),
         )
-
-
-def _tiles(heads: int) -> dict[str, tuple[int, int, int, int]]:
-    """The patch, the warps and the stages of each kernel."""
-    return matrix_tiles_for(filled_up(heads))
 
 
 def _of_chunk(terms: Tensor | None, items: slice, positions: slice) -> Tensor | None:
