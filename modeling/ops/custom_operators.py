@@ -41,7 +41,7 @@ class AttentionOperator(Generic[Inputs, Settings]):
             `[B, H, T]`, in float32.
         attend_backward: takes the gradient `[B, T, H, D]` of the output, the log-sum-exp if it is kept, both tuples,
             and those names of `on_demand` whose gradients are needed. Returns gradients by the names of the inputs, in
-            their shapes and dtypes.
+            their shapes and in any dtype.
         differentiable: the inputs that have gradients, if they are not None.
         on_demand: those of them whose gradients `attend_backward` computes only if they are needed.
         keeps_lse: whether `attend` returns the log-sum-exp.
@@ -93,10 +93,11 @@ class AttentionOperator(Generic[Inputs, Settings]):
     def _backward(self, grad_output: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         """One gradient for each of `differentiable`, from that of the output, `[B, T, H, D]`."""
         *saved, wanted = arguments
-        lse, tuples = saved[: self.keeps_lse], self._as_tuples(saved[self.keeps_lse :])
+        lse, (inputs, settings) = saved[: self.keeps_lse], self._as_tuples(saved[self.keeps_lse :])
         with torch.no_grad(), torch.autocast(grad_output.device.type, enabled=False), torch.cuda.device_of(grad_output):
-            grads = self.attend_backward(grad_output, *lse, *tuples, self._names_wanted(wanted))
-        return self._results(grads, grad_output)
+            grads = self.attend_backward(grad_output, *lse, inputs, settings, self._names_wanted(wanted))
+            given = {name: grad.to(getattr(inputs, name).dtype).contiguous() for name, grad in grads.items()}
+        return self._results(given, grad_output)
 
     def _empty_output(self, query: Tensor, *_: Any) -> Tensor | tuple[Tensor, Tensor]:
         """Results in the shapes of those of `_forward`, for a query `[B, H, T, D]`."""
@@ -107,7 +108,7 @@ class AttentionOperator(Generic[Inputs, Settings]):
         return output, query.new_empty((batch, heads, queries), dtype=torch.float32)
 
     def _empty_gradients(self, grad_output: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        """Results in the shapes of those of `_backward`, for a gradient `[B, T, H, D]` of the output."""
+        """Results in the shapes and dtypes of those of `_backward`, for a gradient `[B, T, H, D]` of the output."""
         *saved, wanted = arguments
         inputs, _ = self._as_tuples(saved[self.keeps_lse :])
         left_out = {*self.on_demand} - {*self._names_wanted(wanted)}

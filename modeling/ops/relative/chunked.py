@@ -149,7 +149,7 @@ def _attend_backward(
         # These maps would otherwise be kept beside those by distance.
         del probs, weights, grad_probs
         chunk.accumulate(operands, grads, grad_scores.mul_(settings.scaling).to(inputs.query.dtype))
-    return _as_given(grads, operands)
+    return _as_given(grads)
 
 
 # The inputs that have gradients are the first fields of `RelativeInputs`.
@@ -199,11 +199,8 @@ def _zeros_like(operands: Operands) -> Operands:
     return given._replace(**zeros)
 
 
-def _as_given(grads: Operands, operands: Operands) -> dict[str, Tensor]:
-    """Gradients by name in the layout of the op's arguments, such as `query` `[B, H, T, D]`, and in their dtypes.
-
-    Absent operands are left out.
-    """
+def _as_given(grads: Operands) -> dict[str, Tensor]:
+    """Gradients by name in the layout of the op's arguments, such as `query` `[B, H, T, D]`, without absent ones."""
     given = {name: getattr(grads, name).transpose(0, 1) for name in ("query", "key", "value")}
     if grads.embeddings is not None:
         given["embeddings"] = grads.embeddings.transpose(0, 1).flip(0)
@@ -211,4 +208,4 @@ def _as_given(grads: Operands, operands: Operands) -> dict[str, Tensor]:
         given["bias"] = grads.bias.T.flip(0)
     if grads.content_bias is not None:
         given["content_bias"] = grads.content_bias[:, 0, 0]
-    return {name: grad.to(getattr(operands, name).dtype).contiguous() for name, grad in given.items()}
+    return given

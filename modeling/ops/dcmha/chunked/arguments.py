@@ -26,17 +26,10 @@ class ChunkedInputs(NamedTuple):
     position_gain: Tensor | None = None  # [L, H]
     offset: Tensor | None = None  # [], an integer: position of the first query; None: the last query is at the last key
 
-    def differentiable(self, mask_needs_grad: bool) -> dict[str, Tensor]:
-        """The tensors that the backward pass computes gradients of, by name."""
-        left_out = () if mask_needs_grad else ("mask",)
-        named = {name: getattr(self, name) for name in DIFFERENTIABLE if name not in left_out}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-
-# Fields of `ChunkedInputs` that are tables by distance, that have no gradient, and that have one.
+# Fields of `ChunkedInputs` that are tables by distance, and those that have gradients: all but integers.
 TABLES = ("position_bias", "position_gain")
-INTEGERS = ("first_keys", "offset")
-DIFFERENTIABLE = tuple(name for name in ChunkedInputs._fields if name not in INTEGERS)
+DIFFERENTIABLE = tuple(name for name in ChunkedInputs._fields if name not in ("first_keys", "offset"))
 
 
 class ChunkedSettings(NamedTuple):

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...dtypes import at_least_float32
 from ...masking import Structure, part_of_mask
 from ..composition import SIDES
-from .arguments import TABLES, ChunkedInputs, ChunkedSettings
+from .arguments import DIFFERENTIABLE, TABLES, ChunkedInputs, ChunkedSettings
 from .chunk import ChunkGradients, attend_chunk, attend_chunk_backward
 from .composers.interface import StageFactors
 from .distance_blocks import TableBlocks
@@ -62,7 +62,8 @@ def attend_backward(
         wanted: `mask` is in it if the gradient of the mask is needed.
 
     Returns:
-        The gradients of the inputs in `DIFFERENTIABLE`, in their shapes and dtypes; that of the mask only if needed.
+        The gradients of the inputs in `DIFFERENTIABLE`, in their shapes and in at least float32; that of the mask only
+        if it is needed.
     """
     mask_needs_grad = "mask" in wanted
     structure = Structure.of_call(inputs.query, inputs.key, inputs.offset, settings.is_causal, settings.sliding_window)
@@ -110,8 +111,9 @@ class _InputGradients:
     ) -> None:
         self.inputs, self.settings, self.blocks = inputs, settings, blocks
         self.sums: dict[str, Tensor] = {}
-        for name, tensor in inputs.differentiable(mask_needs_grad).items():
-            if name in TABLES:
+        for name in DIFFERENTIABLE:
+            tensor = getattr(inputs, name)
+            if tensor is None or name in TABLES or (name == "mask" and not mask_needs_grad):
                 continue
             shape = list(tensor.shape)
             if name.endswith("_key"):
@@ -145,4 +147,4 @@ class _InputGradients:
         for name, block in zip(TABLES, (self.blocks.bias, self.blocks.gain), strict=True):
             if block is not None:
                 self.sums[name] = self.blocks.grid.gather(block, getattr(self.inputs, name))
-        return {name: sums.to(getattr(self.inputs, name).dtype).contiguous() for name, sums in self.sums.items()}
+        return self.sums

@@ -83,7 +83,7 @@ def attend_backward_in_c(
     memory = torch.empty(library.backward_size(problem.address, threads), **C_FLOATS)
     addresses = array("l", [0 if one is None else one.data_ptr() for one in sums.members])
     library.backward(addresses.buffer_info()[0], memory.data_ptr(), problem.address, settings.scaling, threads)
-    return {name: tensor.to(getattr(inputs, name).dtype).contiguous() for name, tensor in sums.results()}
+    return dict(sums.results())
 
 
 class _Sums:
