@@ -56,6 +56,7 @@ STEPS = [
     Step((100, 3, 64, 65), heads=(16, 16), terms=DYNAMIC, compose_bias=True),
     Step((70, 5), stages=(), width=64, compose_bias=False),
     Step((40, 41), first=9, heads=(12, 4), groups=3, rank=1, compose_bias=False),
+    Step((20, 3), first=2, heads=(4, 2), rank=1, compose_bias=True),
     Step((60, 33), heads=(8, 4), shared=32),
 ]
 

@@ -10,6 +10,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +63,15 @@ def replace_by_hostile_code(library: Path) -> None:
 
 def truncate(library: Path) -> None:
     os.truncate(library, library.stat().st_size // 2)
+
+
+def test_what_is_compiled_once_is_only_loaded_later(cache: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:  # several processes may compile the same at the same time
+        list(pool.map(lambda _: native_library.load_library.__wrapped__(SOURCE, MACROS), range(4)))
+    (library,) = libraries_in(cache)
+    written = library.stat().st_mtime_ns
+    assert answer() == 42
+    assert library.stat().st_mtime_ns == written
 
 
 @pytest.mark.parametrize("damage", [replace_by_hostile_code, truncate, lambda library: library.write_bytes(b"")])
@@ -307,6 +317,7 @@ def test_whatever_a_compiler_does_there_is_an_answer(
     monkeypatch.chdir(tmp_path)  # the last argument of a link is `-lm`
     with pytest.warns(UserWarning, match="several times slower"):
         attend(4, 5)
+    assert not list(cache.iterdir())
 
 
 def test_a_library_without_its_functions_is_not_used(cache: Path) -> None:

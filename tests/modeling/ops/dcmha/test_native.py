@@ -1,7 +1,6 @@
 """The C code of the linear-memory op: as exact as the reference op in float32, whatever compiles it and runs it."""
 
 import ctypes
-import shlex
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from torch import Tensor
 from dynattn.modeling.ops import native_library
 from dynattn.modeling.ops.dcmha.chunked import native_problem, passes, passes_native
 from dynattn.modeling.ops.dcmha.chunked.composers import choice as composer_choice
-from dynattn.modeling.ops.dcmha.chunked.csrc.sources import COMPOSE
 
 from .test_chunked import documents
 
@@ -288,17 +286,6 @@ def test_one_warning_and_no_compiler_give_the_same_answer(
         torch.testing.assert_close(ours, reference, atol=2e-5, rtol=2e-5)
 
 
-def test_a_compiler_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, libraries: None) -> None:
-    compiler = tmp_path / "cc"
-    compiler.write_text("#!/bin/sh\necho 'no such target' >&2\nexit 3\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", shlex.quote(str(compiler)))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.warns(UserWarning, match="failed with exit code 3: no such target"):
-        assert passes_native.load_passes() is None
-    assert list((tmp_path / "cache" / "dynattn").iterdir()) == []
-
-
 @pytest.mark.parametrize("threads", [2], indirect=True)
 @pytest.mark.parametrize("compiler", ["clang", "gcc"])
 def test_every_compiler_gives_the_same_with_the_threads_of_pytorch(
@@ -311,21 +298,6 @@ def test_every_compiler_gives_the_same_with_the_threads_of_pytorch(
         assert_as_exact_as_the_reference(Case(queries, 130, heads=(16, 16)))
     assert passes_native.load_passes() is not None
     assert not native_library._failures
-
-
-def test_what_is_compiled_once_is_only_loaded_later(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, libraries: None
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    macros = (("LANES", 4), ("HEADS", 3), ("GROUPS", 1))
-    macros += (("QUERY_RANK", 1), ("QUERY_GATE", 0), ("KEY_RANK", 0), ("KEY_GATE", 1))
-    with ThreadPoolExecutor(4) as pool:  # several processes may compile the same at the same time
-        list(pool.map(lambda _: native_library.load_library.__wrapped__(COMPOSE, macros), range(4)))
-    (library,) = (tmp_path / "dynattn").iterdir()
-    written = library.stat().st_mtime_ns
-    native_library.load_library(COMPOSE, macros)
-    assert library.stat().st_mtime_ns == written
-    assert isinstance(ctypes.CDLL(str(library)).compose, ctypes._CFuncPtr)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from cases.composed_op import DYNAMIC, Case, in_dtype, random_inputs, run
-from cases.paged_steps import Step, random_step
 from cases.triton_marks import interpreted
 from torch import Tensor
 from transformers import DynamicCache
@@ -13,13 +12,11 @@ from transformers import DynamicCache
 from dynattn import DCFormerConfig, DCFormerForCausalLM, dcmha_attention
 
 pytest.importorskip("triton")
-from dynattn.modeling.ops.dcmha.pages import without_keys
 from dynattn.modeling.ops.dcmha.triton import tuning
 from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
 from dynattn.modeling.ops.dcmha.triton.attention import _forward_op
 from dynattn.modeling.ops.dcmha.triton.composers.head_by_head import HeadByHeadComposer
 from dynattn.modeling.ops.dcmha.triton.decode import _decode_op
-from dynattn.modeling.ops.dcmha.triton.paged_decode import decode_pages
 from dynattn.modeling.ops.dcmha.triton.passes import composer_class_for
 
 from .test_triton import family, poisoned, small
@@ -142,18 +139,6 @@ def test_half_precision_tells_far_distances_apart(monkeypatch: pytest.MonkeyPatc
         dcmha_attention(*low, position_bias=table, implementation="triton") for table in (bias, bias.bfloat16())
     )
     assert (output - exact).abs().max() < 0.03 < (rounded - exact).abs().max()
-
-
-@pytest.mark.parametrize("compose_bias", [False, True])
-def test_a_step_over_pages_counts_distances_in_each_request(compose_bias: bool) -> None:
-    step = Step((20, 3), heads=(4, 2), first=2, rank=1, compose_bias=compose_bias)
-    query, pages, stages, tables, alone = random_step(step, torch.float32)
-    pre, post = (without_keys(stages[name]) for name in ("pre", "post"))
-    output = decode_pages(query, pages, pre, post, step.width**-0.5, step.key_terms, tables)
-    assert output is not None
-    for found, request in zip(output, alone, strict=True):
-        expected = dcmha_attention(**request, implementation="eager")
-        torch.testing.assert_close(found[None], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("small")
