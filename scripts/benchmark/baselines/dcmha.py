@@ -17,7 +17,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from dynattn.modeling.layers.attention_interface import compact_mask
 from dynattn.modeling.ops.dcmha.composition import Composition
-from dynattn.modeling.ops.masking import visible_keys
 
 from ..harness.inputs import OpInputs
 from ..harness.interface import COMPILED
@@ -77,7 +76,7 @@ def attend_in_chunks(inputs: OpInputs, *, compile_rows: bool = False) -> Tensor:
     for start in range(0, length, CHUNK):
         rows = inputs.rows(start, min(start + CHUNK, length))
         stages = [{} if stage is None else stage.tensors() for stage in (rows.pre, rows.post)]
-        outputs.append(attend(rows.query, rows.key, rows.value, visible_pairs(rows), *stages))
+        outputs.append(attend(rows.query, rows.key, rows.value, rows.mask_by_position(), *stages))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
@@ -109,16 +108,9 @@ for _name, _compiles in IN_MODELS.items():
     AttentionMaskInterface.register(_name, compact_mask)
 
 
-def visible_pairs(inputs: OpInputs) -> Tensor | None:
-    """Which keys each query sees, `[T, S]`; None if each sees all."""
-    queries, keys, device = inputs.query.shape[2], inputs.key.shape[2], inputs.query.device
-    return visible_keys(queries, keys, is_causal=inputs.is_causal, sliding_window=inputs.window, device=device)
-
-
 def attend_sdpa(inputs: OpInputs) -> Tensor:
     """PyTorch's attention, for a single query or as many queries as keys. Returns `[B, T, H, D]`."""
-    is_causal = inputs.is_causal and inputs.query.shape[2] > 1
-    heads = inputs.query, inputs.key, inputs.value
+    heads, is_causal = (inputs.query, inputs.key, inputs.value), inputs.hides_later_keys
     output = F.scaled_dot_product_attention(*heads, inputs.visible, is_causal=is_causal, scale=inputs.scaling)
     return output.transpose(1, 2)
 
@@ -126,7 +118,7 @@ def attend_sdpa(inputs: OpInputs) -> Tensor:
 def attend_whole(inputs: OpInputs) -> Tensor:
     """Plain attention as matrix product, softmax and matrix product. Returns `[B, T, H, D]`."""
     scores = inputs.query @ inputs.key.transpose(-1, -2) * inputs.scaling
-    visible = visible_pairs(inputs) if inputs.query.shape[2] > 1 else inputs.visible
+    visible = inputs.mask_by_position() if inputs.query.shape[2] > 1 else inputs.visible
     return (probabilities(scores, visible) @ inputs.value).transpose(1, 2)
 
 

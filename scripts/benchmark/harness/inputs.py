@@ -10,6 +10,7 @@ from torch import Generator, Tensor
 from dynattn.modeling.layers.rms_norm import rms_norm
 from dynattn.modeling.ops.dcmha.composition import Composition
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
+from dynattn.modeling.ops.masking import visible_keys
 
 from .accuracy import Results, with_gradients
 from .settings import BenchmarkSettings
@@ -35,12 +36,36 @@ class OpInputs:
     pre: Composition | None = None
     post: Composition | None = None
     window: int | None = None
-    visible: Tensor | None = None  # [B, 1, 1, S], False for padding; None if there is none
+    visible: Tensor | None = None  # broadcastable to [B, 1, T, S], False for padding; None if there is none
     is_causal: bool = True  # whether a query sees no key after its own
 
     @property
     def scaling(self) -> float:
         return self.query.shape[-1] ** -0.5
+
+    @property
+    def hides_later_keys(self) -> bool:
+        """Whether there are keys that causality hides: a single query is the last token, and sees every key."""
+        return self.is_causal and self.query.shape[2] > 1
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of an implementation of the op, by name."""
+        return {
+            "query": self.query,
+            "key": self.key,
+            "value": self.value,
+            "pre": self.pre,
+            "post": self.post,
+            "scaling": self.scaling,
+            "attention_mask": self.visible,
+            "is_causal": self.hides_later_keys,
+            "sliding_window": self.window,
+        }
+
+    def mask_by_position(self) -> Tensor | None:
+        """Which keys each query sees by causality and window, `[T, S]`; None if each sees all."""
+        queries, keys, device = self.query.shape[2], self.key.shape[2], self.query.device
+        return visible_keys(queries, keys, is_causal=self.is_causal, sliding_window=self.window, device=device)
 
     def leaves(self) -> dict[str, Tensor]:
         """All tensors that the output depends on, by name, `[B, H, T or S, D]` and the terms of the compositions."""
@@ -177,17 +202,7 @@ def requiring_grad(inputs: OpInputs) -> OpInputs:
 
 def attend_by_reference(inputs: OpInputs) -> Tensor:
     """The reference op, the eager implementation. Returns `[B, T, H, D]`."""
-    output, _ = dcmha_eager(
-        inputs.query,
-        inputs.key,
-        inputs.value,
-        pre=inputs.pre,
-        post=inputs.post,
-        scaling=inputs.scaling,
-        attention_mask=inputs.visible,
-        is_causal=inputs.is_causal,
-        sliding_window=inputs.window,
-    )
+    output, _ = dcmha_eager(**inputs.arguments())
     return output
 
 

@@ -14,7 +14,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, dcmha_attention
 from dynattn.modeling.ops.dcmha.composition import Composition
-from dynattn.modeling.ops.masking import visible_keys
 
 from ..baselines import x_transformers
 from ..baselines.dcmha import attend_in_chunks, attend_sdpa, attend_whole
@@ -136,18 +135,8 @@ def make_graph_candidate(name: str, role: Role, function: str, attend: Callable[
 
 
 def call_op(inputs: OpInputs, implementation: str) -> Tensor:
-    """Our op as its users call it. Returns `[B, T, H, D]`; a single query sees every key without a mask."""
-    return dcmha_attention(
-        inputs.query,
-        inputs.key,
-        inputs.value,
-        pre=inputs.pre,
-        post=inputs.post,
-        attention_mask=inputs.visible,
-        is_causal=inputs.is_causal and inputs.query.shape[2] > 1,
-        sliding_window=inputs.window,
-        implementation=implementation,
-    )
+    """Our op as its users call it. Returns `[B, T, H, D]`."""
+    return dcmha_attention(**inputs.arguments(), implementation=implementation)
 
 
 @contextmanager
@@ -167,13 +156,7 @@ def with_window_mask(inputs: OpInputs) -> OpInputs:
     """The same inputs with a mask `[1, 1, T, S]` for their window, which a model makes once for all its layers."""
     if inputs.window is None:
         return inputs
-    mask = visible_keys(
-        inputs.query.shape[2],
-        inputs.key.shape[2],
-        is_causal=inputs.is_causal,
-        sliding_window=inputs.window,
-        device=inputs.query.device,
-    )
+    mask = inputs.mask_by_position()
     assert mask is not None
     return replace(inputs, window=None, is_causal=False, visible=mask[None, None])
 

@@ -51,17 +51,7 @@ def candidates(device: torch.device) -> list[Candidate]:
 
 def attend_step(inputs: OpInputs, *, implementation: str) -> Tensor:
     """One of our implementations. Returns `[B, 1, H, D]`; the query sees every key that is not padding."""
-    output, _ = IMPLEMENTATIONS[implementation](
-        inputs.query,
-        inputs.key,
-        inputs.value,
-        pre=inputs.pre,
-        post=inputs.post,
-        scaling=inputs.scaling,
-        attention_mask=inputs.visible,
-        is_causal=False,
-        sliding_window=None,
-    )
+    output, _ = IMPLEMENTATIONS[implementation](**inputs.arguments())
     return output
 
 
