@@ -34,7 +34,7 @@ from ..harness.inputs import (
 )
 from ..harness.interface import COMPILED, GRAPH, Candidate, Case, Role, Subject, passes_of
 from ..harness.settings import BenchmarkSettings
-from ..harness.shapes import Shape
+from ..harness.shapes import Shape, visible_pairs
 from .op_flops import attention_flops
 
 # The kernels of SDPA on a GPU; each is a candidate by its own name.
@@ -198,12 +198,14 @@ def make_case(
 ) -> Case:
     """One case with the inputs of each function."""
     window, times = settings.window, settings.batch_size * (3 if backward else 1)
+    # Without causality there is no window.
+    pairs = visible_pairs(shape.length, window) if is_causal else shape.length**2
     given = {name: requiring_grad(one) for name, one in inputs.items()} if backward else inputs
     return Case(
         passes=passes_of(backward),
         problem=OpProblem(given, backward),
         reference=lambda function, dtype: reference_results(inputs[function], dtype, backward=backward),
-        flops=lambda function: attention_flops(shape, window, function, is_causal=is_causal) * times,
+        flops=lambda function: attention_flops(shape, pairs, function) * times,
         traffic=lambda function: op_traffic(inputs[function]) * (2 if backward else 1),
         window=window,
     )

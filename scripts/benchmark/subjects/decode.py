@@ -21,7 +21,7 @@ from ..harness.interface import COMPILED, Candidate, Case, Role, Subject
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
 from .attention import OpProblem, make_candidate, make_graph_candidate, op_traffic
-from .op_flops import decode_flops
+from .op_flops import attention_flops
 
 # The candidates that are also measured in a CUDA graph.
 IN_GRAPHS = ("triton", "sdpa")
@@ -104,7 +104,7 @@ def make_case(
         passes="forward",
         problem=OpProblem(inputs, backward=False),
         reference=lambda function, dtype: reference_results(inputs[function], dtype, backward=False),
-        flops=lambda function: decode_flops(shape, keys, function) * settings.batch_size,
+        flops=lambda function: attention_flops(shape, keys, function) * settings.batch_size,
         traffic=lambda function: op_traffic(real[function]),
         window=settings.window,
         note=note,

@@ -9,16 +9,9 @@ from ..harness.inputs import COMPOSED, GATES, POST, QUERY, RANK, STATIC
 from ..harness.shapes import Shape, visible_pairs
 
 
-def attention_flops(shape: Shape, window: int | None, function: str, *, is_causal: bool = True) -> float:
-    """Forward FLOPs of attention over one sequence; without causality there is no window."""
-    of_a_pair = 4 * shape.width + 2 * composition_flops(function, shape.heads)
-    pairs = visible_pairs(shape.length, window) if is_causal else shape.length**2
-    return shape.heads * pairs * of_a_pair
-
-
-def decode_flops(shape: Shape, keys: int, function: str) -> float:
-    """FLOPs of one token against `keys` cached ones."""
-    return shape.heads * keys * (4 * shape.width + 2 * composition_flops(function, shape.heads))
+def attention_flops(shape: Shape, pairs: int, function: str) -> float:
+    """Forward FLOPs of attention over so many visible (query, key) pairs of each head."""
+    return shape.heads * pairs * (4 * shape.width + 2 * composition_flops(function, shape.heads))
 
 
 def composition_flops(function: str, heads: int) -> int:

@@ -28,7 +28,7 @@ from dynattn import (
     mixer_fields,
 )
 from dynattn.scripts.benchmark.harness.inputs import COMPOSED
-from dynattn.scripts.benchmark.harness.shapes import Shape
+from dynattn.scripts.benchmark.harness.shapes import Shape, visible_pairs
 from dynattn.scripts.benchmark.subjects.op_flops import attention_flops
 from dynattn.scripts.common.flops import ModelFlops
 
@@ -132,7 +132,7 @@ def test_without_composition_they_are_those_that_pytorch_counts(
 def test_a_model_and_the_shape_of_its_attention_agree() -> None:
     model = dcformer(hidden_size=32, num_attention_heads=4)
     flops = ModelFlops.of(model)
-    attention = sum(attention_flops(Shape(4, 8, 50), window, COMPOSED) for window in (3, None))
+    attention = sum(attention_flops(Shape(4, 8, 50), visible_pairs(50, window), COMPOSED) for window in (3, None))
     assert flops.forward(torch.arange(50)) == 50 * (flops.token + flops.output) + attention
 
 

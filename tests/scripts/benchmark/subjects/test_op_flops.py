@@ -13,8 +13,8 @@ from dynattn.scripts.benchmark.baselines.dcmha import attend_whole
 from dynattn.scripts.benchmark.harness.inputs import COMPOSED, PLAIN
 from dynattn.scripts.benchmark.harness.settings import read_settings
 from dynattn.scripts.benchmark.harness.shapes import Shape, visible_pairs
-from dynattn.scripts.benchmark.subjects import generation_step, models
-from dynattn.scripts.benchmark.subjects.op_flops import attention_flops, composition_flops, decode_flops
+from dynattn.scripts.benchmark.subjects import attention, generation_step, models
+from dynattn.scripts.benchmark.subjects.op_flops import attention_flops, composition_flops
 from dynattn.scripts.common.flops import projection_flops
 
 
@@ -26,7 +26,7 @@ def counted(call: Callable[[], object]) -> int:
 
 def test_operations_of_a_decoded_token_are_those_that_pytorch_counts() -> None:
     plain = inputs_of(PLAIN, 1, 50)
-    assert counted(lambda: attend_whole(plain)) == 2 * decode_flops(Shape(4, 8, 50), 50, PLAIN)  # batch 2
+    assert counted(lambda: attend_whole(plain)) == 2 * attention_flops(Shape(4, 8, 50), 50, PLAIN)  # batch 2
 
 
 @pytest.mark.parametrize("function", [PLAIN, COMPOSED])
@@ -50,10 +50,10 @@ def test_operations_of_a_model_are_those_that_pytorch_counts(function: str) -> N
     # The reference op computes masked pairs, too.
     expected = layers * heads * length**2 * of_a_pair + length * projection_flops(model)
     assert counted(lambda: model(torch.ones(1, length, dtype=torch.long), use_cache=False)) == expected
-    visible = attention_flops(Shape(heads, width, length), None, function)
-    assert visible == heads * length * (length + 1) // 2 * (of_a_pair + gates)
-    every = attention_flops(Shape(heads, width, length), None, function, is_causal=False)
-    assert every == heads * length**2 * (of_a_pair + gates)
+    settings = read_settings(BenchmarkArguments())
+    for is_causal, pairs in ((True, length * (length + 1) // 2), (False, length**2)):
+        case = next(attention.cases(Shape(heads, width, length), settings, is_causal=is_causal))
+        assert case.flops(function) == heads * pairs * (of_a_pair + gates)
 
 
 @pytest.mark.parametrize("window", [None, 7])

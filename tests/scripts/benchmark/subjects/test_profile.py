@@ -151,10 +151,10 @@ def test_floors_by_hand() -> None:
 
 
 def test_floors_of_the_forward_parts_sum_to_that_of_the_call_where_passes_are_free() -> None:
-    shape, window = Shape(4, 8, 50), 20
-    flops = attention_flops(shape, window, COMPOSED)
+    shape, pairs = Shape(4, 8, 50), visible_pairs(50, 20)
+    flops = attention_flops(shape, pairs, COMPOSED)
     composition = profile.composition_flops(COMPOSED, shape.heads)
-    floors = profile.Floors(4 * visible_pairs(50, window), 8, composition, flops, 1e9, float("inf"))
+    floors = profile.Floors(4 * pairs, 8, composition, flops, 1e9, float("inf"))
     assert sum(floors.seconds(part) or 0.0 for part in FORWARD) == pytest.approx(flops / 1e9)
 
 
