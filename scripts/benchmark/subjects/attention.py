@@ -70,7 +70,7 @@ def candidates(device: torch.device) -> list[Candidate]:
     sdpa = partial(make_candidate, role="plain", function=PLAIN, arrange=with_window_mask)
     found += [sdpa("sdpa", attend=attend_sdpa)]
     if device.type == "cuda":
-        found += [make_graph_candidate("triton", "ours", COMPOSED, partial(call_op, implementation="triton"))]
+        found += [in_graph(one) for one in found if one.name == "triton"]
         found += [sdpa(name, attend=sdpa_kernel(kernel)(attend_sdpa)) for name, kernel in SDPA_KERNELS.items()]
         found += [Candidate("flex", "plain", PLAIN, prepare_flex)]
     found += [make_candidate("matmul", "plain", PLAIN, attend_whole)]
@@ -124,14 +124,13 @@ def make_candidate(
     return Candidate(name, role, function, prepare)
 
 
-def make_graph_candidate(name: str, role: Role, function: str, attend: Callable[[OpInputs], Tensor]) -> Candidate:
-    """`make_candidate` in a CUDA graph, which leaves out the time that launches take."""
+def in_graph(candidate: Candidate) -> Candidate:
+    """A candidate for the op in a CUDA graph, which leaves out the time that launches take."""
 
     def prepare(problem: OpProblem) -> Callable[[], Results]:
-        inputs = problem.inputs[function]
-        return captured(partial(evaluate, attend, inputs, backward=problem.backward), inputs.query.device)
+        return captured(candidate.prepare(problem), problem.inputs[candidate.function].query.device)
 
-    return Candidate(f"{name}{GRAPH}", role, function, prepare)
+    return replace(candidate, name=f"{candidate.name}{GRAPH}", prepare=prepare)
 
 
 def call_op(inputs: OpInputs, implementation: str) -> Tensor:

@@ -20,7 +20,7 @@ from ..harness.inputs import COMPOSED, PLAIN, OpInputs, evaluate, inputs_of, ref
 from ..harness.interface import COMPILED, Candidate, Case, Role, Subject
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
-from .attention import OpProblem, make_candidate, make_graph_candidate, op_traffic
+from .attention import OpProblem, in_graph, make_candidate, op_traffic
 from .op_flops import attention_flops
 
 # The candidates that are also measured in a CUDA graph.
@@ -38,11 +38,7 @@ def candidates(device: torch.device) -> list[Candidate]:
         found += [make_candidate(name, role, function, attend)]
         found += [make_candidate(f"{name}{COMPILED}", role, function, attend, compiles=True)]
     if device.type == "cuda":
-        found += [
-            make_graph_candidate(name, role, function, attend)
-            for name, role, function, attend in entries
-            if name in IN_GRAPHS
-        ]
+        found += [in_graph(one) for one in found if one.name in IN_GRAPHS]
     for compiles, ending in ((False, ""), (True, COMPILED)):
         prepare = partial(prepare_official, compiles=compiles)
         found += [Candidate(f"official{ending}", "other", COMPOSED, prepare)]

@@ -15,7 +15,7 @@ from dynattn.scripts.benchmark.arguments import BenchmarkArguments
 from dynattn.scripts.benchmark.harness.inputs import COMPOSED, PLAIN
 from dynattn.scripts.benchmark.harness.settings import read_settings
 from dynattn.scripts.benchmark.harness.shapes import parse_shape
-from dynattn.scripts.benchmark.subjects.attention import OpProblem, make_graph_candidate
+from dynattn.scripts.benchmark.subjects.attention import OpProblem, in_graph, make_candidate
 from dynattn.scripts.benchmark.subjects.decode import attend_step, candidates, cases, packed
 
 
@@ -84,7 +84,7 @@ def test_a_graph_is_captured_on_its_device_after_a_first_call_and_replayed(monke
     monkeypatch.setattr(torch.cuda, "Stream", partial(object))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     inputs = inputs_of(COMPOSED, 1, 9)
-    candidate = make_graph_candidate("eager", "ours", COMPOSED, attend)
+    candidate = in_graph(make_candidate("eager", "ours", COMPOSED, attend))
     call = candidate.prepare(OpProblem({COMPOSED: inputs}, backward=False))
     assert events == ["on cpu", "synchronize", "call", "synchronize", "call", "as before"]
     assert torch.equal(call()["output"], attend_step(inputs, implementation="eager"))
