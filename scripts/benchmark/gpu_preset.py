@@ -9,8 +9,8 @@ a constant, that made a process crash, hang or lose the device.
 
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -214,15 +214,9 @@ def _found_constants(folder: Path) -> dict[TunableConstant, Any]:
 def _run_part(part: PresetPart, arguments: BenchmarkArguments, folder: Path, run: Measure, end: float) -> bool:
     """Returns whether everything in a part is right; a part that cannot be measured costs no other part its turn."""
     options = options_of(part, arguments)
-    try:
+    with failures_told(f"the part {part.name} is left unfinished", options):
         return run(options, folder, end)
-    except (UserError, DeviceLostError):
-        raise
-    except Exception as error:  # memory may not suffice for inputs, and compilers raise exceptions of any type
-        traceback.print_exc()
-        print(f"\nthe part {part.name} is left unfinished: {error}")
-        check_device(torch.device(options.device_name), first_line(error))
-        return False
+    return False
 
 
 def _tune_once(
@@ -236,14 +230,21 @@ def _tune_once(
     if "best" in earlier:
         return read_tuning(earlier)
     log = TrialLog(earlier["trials"], lambda trials: write_json(file, {"trials": trials}, indent=1))
-    try:
+    tuning = Tuning({}, log.made, finished=False)  # what stays if nothing can be tuned
+    with failures_told("nothing is tuned", arguments):
         tuning = find_constants(arguments, end, log, compiling)
-    except DeviceLostError:
-        raise
-    except Exception as error:  # without its references nothing can be tuned, and the constants stay as they are
-        traceback.print_exc()
-        print(f"\nnothing is tuned: {error}")
-        check_device(torch.device(arguments.device_name), first_line(error))
-        tuning = Tuning({}, log.made, finished=False)
     write_json(file, tuning.as_record(), indent=1)
     return tuning
+
+
+@contextmanager
+def failures_told(outcome: str, arguments: BenchmarkArguments) -> Iterator[None]:
+    """Tells a failure in the block with its outcome and goes on behind the block, unless the device is lost."""
+    try:
+        yield
+    except (UserError, DeviceLostError):
+        raise
+    except Exception as error:  # memory may not suffice for inputs, and compilers raise exceptions of any type
+        traceback.print_exc()
+        print(f"\n{outcome}: {error}")
+        check_device(torch.device(arguments.device_name), first_line(error))
