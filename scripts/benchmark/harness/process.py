@@ -15,6 +15,8 @@ from ...common.errors import UserError
 # the time of an implementation with large temporaries.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
 THREADS = "OMP_NUM_THREADS"
+# `dynattn benchmark` in a new process.
+COMMAND = (sys.executable, "-m", "dynattn.scripts.cli", "benchmark")
 # The exit status of a process whose work another process has to continue.
 DEVICE_LOST = 75
 # Environment variables of the processes of a preset: when the last case may begin, and whether another came before.
@@ -39,7 +41,7 @@ def pin_process(argv: Sequence[str], threads: int | None) -> None:
     threads_of(wanted[THREADS])
     if wanted != dict(os.environ):
         sys.stdout.flush()
-        os.execve(sys.executable, [sys.executable, "-m", "dynattn.scripts.cli", "benchmark", *argv], wanted)
+        os.execve(sys.executable, [*COMMAND, *argv], wanted)
 
 
 def run_workers(argv: Sequence[str], seconds: float) -> int:
@@ -51,8 +53,7 @@ def run_workers(argv: Sequence[str], seconds: float) -> int:
     end = time.monotonic() + seconds
     environment = {**os.environ, END: repr(end)}
     while True:
-        command = [sys.executable, "-m", "dynattn.scripts.cli", "benchmark", *argv]
-        status = subprocess.run(command, env=environment, check=False).returncode
+        status = subprocess.run([*COMMAND, *argv], env=environment, check=False).returncode
         if (status != DEVICE_LOST and status >= 0) or time.monotonic() >= end:
             return status
         print(f"\nthe process ended with status {status}; another one goes on", flush=True)
