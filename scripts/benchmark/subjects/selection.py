@@ -21,7 +21,6 @@ USUAL = (ATTENTION, BLOCK, TRAINING, PREFILL, DECODE, STEP, RELATIVE_ATTENTION)
 # compares no implementations, and `profile` is about one of them on a CPU.
 NAMED = (BIDIRECTIONAL, POSITIONS, LONG, PROFILE)
 SUBJECTS = {one.name: one for one in (*USUAL, *NAMED)}
-ON_DEMAND = tuple(one.name for one in NAMED)
 Selection = list[tuple[Subject, list[Candidate]]]
 
 
@@ -49,7 +48,7 @@ def select_subjects(arguments: BenchmarkArguments, settings: BenchmarkSettings) 
     Raises:
         UserError: a name does not exist, or a subject cannot use a shape or the window.
     """
-    names = split_at_commas(arguments.subjects or [name for name in SUBJECTS if name not in ON_DEMAND])
+    names = split_at_commas(arguments.subjects or [one.name for one in USUAL])
     check_names(names, SUBJECTS, "subject")
     if any(shape.memory for shape in settings.shapes) and names != [RELATIVE_ATTENTION.name]:
         raise UserError(f"a shape with +MEMORY is for --subjects {RELATIVE_ATTENTION.name} alone")

@@ -7,7 +7,7 @@ import pytest
 from dynattn.scripts import cli
 from dynattn.scripts.benchmark import main as benchmark
 from dynattn.scripts.benchmark.arguments import BenchmarkArguments
-from dynattn.scripts.benchmark.subjects.selection import ON_DEMAND, SUBJECTS
+from dynattn.scripts.benchmark.subjects.selection import NAMED, USUAL
 from dynattn.scripts.common.errors import UserError
 
 
@@ -57,9 +57,9 @@ def test_mistakes_are_told(
 
 def test_the_help_names_all_subjects_those_that_run_by_default_first() -> None:
     said = BenchmarkArguments.__dataclass_fields__["subjects"].metadata["help"]
-    usual, on_demand = [name for name in SUBJECTS if name not in ON_DEMAND], ", ".join(sorted(ON_DEMAND))
-    assert said == f"what to measure: {', '.join(usual)}, {on_demand}; all but the last four if not given"
-    assert len(ON_DEMAND) == 4
+    names = [*(one.name for one in USUAL), *sorted(one.name for one in NAMED)]
+    assert said == f"what to measure: {', '.join(names)}; all but the last four if not given"
+    assert len(NAMED) == 4
 
 
 def test_a_record_is_not_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from dynattn.scripts.benchmark.subjects.attention import compiling_as
 from dynattn.scripts.benchmark.subjects.op_flops import attention_flops
 from dynattn.scripts.benchmark.subjects.parts import BACKWARD_PARTS, FORWARD_PARTS, REST, UNCLOCKED, WHOLE
 from dynattn.scripts.benchmark.subjects.profile import PartClock, attend_chunked
-from dynattn.scripts.benchmark.subjects.selection import ON_DEMAND
+from dynattn.scripts.benchmark.subjects.selection import NAMED
 from dynattn.scripts.common.errors import UserError
 
 HEADS, WIDTH, LENGTH = 2, 8, 100
@@ -163,4 +163,4 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         benchmark.main(["--output", str(tmp_path), "--subjects", "profile", "--implementations", "eager"])
     with pytest.raises(UserError, match="the processor's clock, not that of cuda; use --device cpu"):
         profile.candidates(torch.device("cuda"))
-    assert profile.PROFILE.name in ON_DEMAND
+    assert profile.PROFILE in NAMED
