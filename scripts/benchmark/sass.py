@@ -45,8 +45,9 @@ class Program(NamedTuple):
         """Instructions of one turn of every loop in the source, by class."""
         counts: defaultdict[str, float] = defaultdict(float)
         for loop in self.loops:
+            share = 1 / unrolling_of(loop)
             for name, _ in loop:
-                counts[class_of(name)] += 1 / unrolling_of(loop)
+                counts[class_of(name)] += share
         return counts
 
     @property
