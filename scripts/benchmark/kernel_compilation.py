@@ -58,7 +58,7 @@ from .kernel_traffic import TERMS, Traffic, tensor_core_traffic
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 # Arguments that Triton treats as constants of a kernel: absent ones, and integers that are one.
 CONSTANTS = {"none": None, "one": 1}
-SIZES = Sizes("i32", "i32", "i32", "i32")  # type: ignore[arg-type]
+SIZES = Sizes._make(("i32",) * 4)
 STRIDES = ("i32", "i32", "i32")
 # Strides of a mask whose keys are contiguous.
 MASK_STRIDES = ("i32", "i32", "one")
@@ -130,7 +130,7 @@ def _compile_head_by_head(configuration: HeadByHeadConfiguration, capability: in
         kinds = (*(f"*{element.get(kind, kind)}" for kind in own), *common)
         constants = {"heads": heads, "term_counts": term_counts, "block_t": block_t, "block_s": block_s}
         # Lengths of maps are multiples of 16; what is visible starts and ends anywhere, as the columns of tables do.
-        unaligned = {(len(own) + 2,), *_columns_of(len(own) + 4)}
+        unaligned = {(len(own) + 2,), *_parts(len(own) + 4, ColumnTables, "columns", "first")}
         kernel = compile_kernel(name, kinds, constants, capability, unaligned, num_warps=warps)
         compiled[name] = Compiled(kernel, block_t * block_s / (32 * warps), heads)
     block_t, warps = tile_of_merge()
@@ -152,36 +152,31 @@ def _compile_sums(configuration: HeadByHeadConfiguration, capability: int) -> di
 def _head_by_head_arguments(configuration: HeadByHeadConfiguration) -> tuple[Any, ...]:
     """Kinds of the arguments that all of these kernels take."""
     _, dtype, term_counts, has_static, is_additive, has_documents, is_window, *_ = configuration
-    statics: Any = (_if_given(has_static, kind) for kind in (f"*{_dtype_of_scores(dtype)}", f"*{dtype}", f"*{dtype}"))
-    factors: Any = (_if_given(count > 0, "*fp32") for count in term_counts)
+    factors = Factors._make(_if_given(count > 0, "*fp32") for count in term_counts)
     where = _visibility("*u8", _if_given(is_additive, "*fp32"), _if_given(has_documents, "*i32"), is_window=is_window)
+    statics = Statics._make(_if_given(has_static, f"*{kind}") for kind in (_dtype_of_scores(dtype), dtype, dtype))
     tables = _tables(configuration, configuration.composes_bias, has_static=has_static)
-    return Factors(*factors), SIZES, where, Statics(*statics), tables
+    return factors, SIZES, where, statics, tables
 
 
 def _tables(
     configuration: HeadByHeadConfiguration | TensorCoreConfiguration, composes_bias: bool = False, *, has_static: bool
-) -> Any:
+) -> ColumnTables:
     """Kinds of `ColumnTables`, with a map for gradients."""
     has_bias, has_gain = configuration.has_bias, configuration.has_gain
     if not (has_bias or has_gain):
-        return ColumnTables(*("none",) * len(ColumnTables._fields))  # type: ignore[arg-type]
+        return ColumnTables._make(("none",) * len(ColumnTables._fields))
     given = (composes_bias, composes_bias and has_static, has_bias and not composes_bias, has_gain)
-    kinds: Any = (*(_if_given(is_given, "*fp32") for is_given in given), "i32", "i32", f"*{configuration.dtype}")
-    return ColumnTables(*kinds)
-
-
-def _columns_of(argument: int) -> set[tuple[int, ...]]:
-    """The places of the numbers in `ColumnTables`, an argument of a kernel."""
-    return {(argument, ColumnTables._fields.index(name)) for name in ("columns", "first")}
+    tables = (_if_given(is_given, "*fp32") for is_given in given)
+    return ColumnTables._make((*tables, "i32", "i32", f"*{configuration.dtype}"))
 
 
 def _compile_tensor_cores(configuration: TensorCoreConfiguration, capability: int) -> dict[str, Compiled]:
     heads, padded, turns = configuration.heads, configuration.padded, turns_of_rows()
     masks = (_if_given(configuration.has_mask, kind) for kind in ("*u8", "*fp32", "*i32"))
     where = _visibility(*masks, is_window=configuration.is_window)
-    mixing: Any = map(_if_given, configuration.sides, ("*fp16", f"*{configuration.dtype_of_terms}") * 2)
-    common = (Mixing(*mixing), SIZES, where, _tables(configuration, has_static=False))
+    mixing = Mixing._make(map(_if_given, configuration.sides, ("*fp16", f"*{configuration.dtype_of_terms}") * 2))
+    common = (mixing, SIZES, where, _tables(configuration, has_static=False))
     key_counts = tuple(TERMS if side else 0 for side in configuration.sides[1::2])
     constants = {"heads": heads, "padded": padded, "turns": turns, "count": TERMS, "key_counts": key_counts}
     tiles = matrix_tiles_for(padded)
@@ -192,7 +187,7 @@ def _compile_tensor_cores(configuration: TensorCoreConfiguration, capability: in
         given = _stage_arguments(configuration, has_query=has_query, has_key=has_key)
         kinds = (*(given.get(kind, f"*{kind}") for kind in own), *common)
         tile = constants | {"block_t": block_t, "block_s": block_s, "query_count": TERMS if has_query else 0}
-        unaligned = {(len(own) + 2,), *_columns_of(len(own) + 3)}
+        unaligned = {(len(own) + 2,), *_parts(len(own) + 3, ColumnTables, "columns", "first")}
         kernel = compile_kernel(name, kinds, tile, capability, unaligned, num_warps=warps, num_stages=stages)
         traffic = tensor_core_traffic(configuration, name, block_t, block_s, turns)
         compiled[name] = Compiled(kernel, padded * block_t * block_s / (32 * warps), turns, traffic)
@@ -207,9 +202,9 @@ def _stage_arguments(configuration: TensorCoreConfiguration, *, has_query: bool,
     """Kinds of the arguments that depend on which sides of a stage there are."""
     dtype = configuration.dtype
     partial = ("*bf16" if dtype == "bf16" else "*fp32", "*fp32", "*fp32", "i32")
-    gradients: Any = map(_if_given, (has_query, has_key, configuration.has_static, True), partial)
+    gradients = TermGradients._make(map(_if_given, (has_query, has_key, configuration.has_static, True), partial))
     terms = _if_given(has_query, f"*{configuration.dtype_of_terms}")
-    return {"partial": TermGradients(*gradients), "terms": terms, "map": f"*{dtype}"}
+    return {"partial": gradients, "terms": terms, "map": f"*{dtype}"}
 
 
 def _compile_window(configuration: WindowConfiguration, capability: int) -> dict[str, Compiled]:
@@ -239,10 +234,9 @@ def _compile_decode(configuration: DecodeConfiguration, capability: int) -> dict
     constants |= {**sides, "query_rank": rank, "key_rank": rank, "groups": groups}
     kinds = _decode_arguments(configuration)
     # Neither the number of keys nor that of splits is divisible by 16.
-    rows = [DecodeTables._fields.index(name) for name in ("bias_rows", "gain_rows")]
     unaligned: dict[str, set[tuple[int, ...]]] = {
-        "dcmha_decode_scores": {(7,), *((10, row) for row in rows)},
-        "dcmha_decode_outputs": {(6,), *((8, row) for row in rows)},
+        "dcmha_decode_scores": {(7,), *_parts(10, DecodeTables, "bias_rows", "gain_rows")},
+        "dcmha_decode_outputs": {(6,), *_parts(8, DecodeTables, "bias_rows", "gain_rows")},
         "dcmha_decode_sum": {(2,)},
     }
     options = loading_of_decoding()
@@ -255,18 +249,17 @@ def _compile_decode(configuration: DecodeConfiguration, capability: int) -> dict
 def _decode_arguments(configuration: DecodeConfiguration) -> dict[str, tuple[Any, ...]]:
     """Kinds of each kernel's arguments."""
     element = f"*{configuration.dtype}"
-    side: Any = DecodeSide(*(element,) * 3, "i32", "i32", "i32")  # type: ignore[arg-type]
-    stage: Any = DecodeStage(side, side, _if_given(configuration.has_static, element))  # type: ignore[arg-type]
-    where: Any = DecodeMask("*u8", ("i32", "one"), "none", ("i32", "i32"), "none")  # type: ignore[arg-type]
-    pages: Any = DecodePages("*i64", "*i64") if configuration.is_paged else "none"  # type: ignore[arg-type]
+    side = DecodeSide._make((element,) * 3 + ("i32",) * 3)
+    stage = DecodeStage._make((side, side, _if_given(configuration.has_static, element)))
+    where = DecodeMask._make(("*u8", ("i32", "one"), "none", ("i32", "i32"), "none"))
+    pages = DecodePages._make(("*i64", "*i64")) if configuration.is_paged else "none"
     given = ("none", "*fp32", "*fp32", "i32", "i32", "none") if configuration.has_tables else ("none",) * 6
-    tables: Any = DecodeTables(*given)  # type: ignore[arg-type]
+    tables = DecodeTables._make(given)
     # The last two are the number of a split's blocks and that of splits.
-    sizes: Any = CacheSizes("i32", "i32", *("one" if configuration.is_short else "i32",) * 2)  # type: ignore[arg-type]
+    sizes = CacheSizes._make(("i32", "i32", *("one" if configuration.is_short else "i32",) * 2))
+    scores = (element, element, "*fp32", "*fp32", stage, where, pages, sizes, STRIDES, STRIDES, tables, "fp32")
     return {
-        "dcmha_decode_scores": (
-            *(element, element, "*fp32", "*fp32", stage, where, pages, sizes, STRIDES, STRIDES, tables, "fp32"),
-        ),
+        "dcmha_decode_scores": scores,
         "dcmha_decode_outputs": ("*fp32", "*fp32", element, "*fp32", stage, pages, sizes, STRIDES, tables),
         "dcmha_decode_sum": ("*fp32", element, "i32"),
     }
@@ -288,12 +281,16 @@ def _visibility(
     *,
     is_window: bool,
     strides: tuple[str, ...] = MASK_STRIDES,
-) -> Any:
+) -> Visibility:
     """Kinds of `Visibility` with masks of these kinds."""
     window = _if_given(is_window, "i32")
     masks = (mask, *strides, bias, *strides)
-    kinds: Any = (*("i32",) * 4, window, "i32", "i32", window, "one", *masks, first_keys, "i32")
-    return Visibility(*kinds)
+    return Visibility._make((*("i32",) * 4, window, "i32", "i32", window, "one", *masks, first_keys, "i32"))
+
+
+def _parts(argument: int, kind: type[ColumnTables | DecodeTables], *names: str) -> set[tuple[int, ...]]:
+    """The indices that lead to fields of a kernel's argument, which is a named tuple of this kind."""
+    return {(argument, kind._fields.index(name)) for name in names}
 
 
 def compile_kernel(
