@@ -93,40 +93,38 @@ Step = Callable[[Any, Tensor], Callable[[], Results]]
 
 def candidates(device: torch.device) -> list[Candidate]:
     """The model with every composing implementation, in the official style, and without composition."""
-    entries: list[tuple[str, Role, str, str, str]] = [
-        (name, "ours", COMPOSED, implementation, mode) for name, implementation, mode in ours()
-    ]
-    entries += [("sdpa", "plain", PLAIN, "sdpa", "auto"), ("matmul", "plain", PLAIN, "eager", "auto")]
-    entries += [(f"sdpa{GLOBAL}", "plain", PLAIN_GLOBAL, "sdpa", "auto")]
-    entries += [(name, "other", COMPOSED, name, "auto") for name in IN_MODELS]
+    found = [make_candidate(name, "ours", COMPOSED, implementation, mode) for name, implementation, mode in ours()]
+    found += [make_candidate("sdpa", "plain", PLAIN, "sdpa"), make_candidate("matmul", "plain", PLAIN, "eager")]
+    found += [make_candidate(f"sdpa{GLOBAL}", "plain", PLAIN_GLOBAL, "sdpa")]
+    return found + [make_candidate(name, "other", COMPOSED, name) for name in IN_MODELS]
 
-    def prepare(problem: ModelProblem, function: str, implementation: str, mode: str) -> Callable[[], Results]:
+
+def make_candidate(name: str, role: Role, function: str, implementation: str, mode: str = "auto") -> Candidate:
+    """A model with an implementation; `mode` is what our op compiles."""
+
+    def prepare(problem: ModelProblem) -> Callable[[], Results]:
         return compiling_as(mode)(problem.call(function, implementation))
 
-    return [
-        Candidate(name, role, function, partial(prepare, function=function, implementation=implementation, mode=mode))
-        for name, role, function, implementation, mode in entries
-    ]
+    return Candidate(name, role, function, prepare)
 
 
 def training_candidates(device: torch.device) -> list[Candidate]:
     """The candidates of all subjects on models and, on a GPU, compiled models that replay CUDA graphs."""
     found = candidates(device)
-    if device.type == "cuda":
-        by_name = {one.name: one for one in found}
-        chosen = [by_name[name] for name in IN_GRAPHS]
-        found += [replace(one, name=one.name + GRAPH, prepare=partial(in_graphs, one.prepare)) for one in chosen]
-    return found
+    return found + [in_graphs(one) for one in found if device.type == "cuda" and one.name in IN_GRAPHS]
 
 
-def in_graphs(prepare: Callable[[Any], Callable[[], Results]], problem: ModelProblem) -> Callable[[], Results]:
-    """The call that `prepare` makes, with a model that is compiled and replays CUDA graphs."""
+def in_graphs(candidate: Candidate) -> Candidate:
+    """A candidate whose model is compiled and replays CUDA graphs."""
 
-    def step(model: Any, tokens: Tensor) -> Callable[[], Results]:
-        model.compile(mode="reduce-overhead")
-        return problem.step(model, tokens)
+    def prepare(problem: ModelProblem) -> Callable[[], Results]:
+        def step(model: Any, tokens: Tensor) -> Callable[[], Results]:
+            model.compile(mode="reduce-overhead")
+            return problem.step(model, tokens)
 
-    return prepare(problem._replace(step=step))
+        return candidate.prepare(problem._replace(step=step))
+
+    return replace(candidate, name=f"{candidate.name}{GRAPH}", prepare=prepare)
 
 
 def training_step(model: Any, tokens: Tensor) -> Callable[[], Results]:
