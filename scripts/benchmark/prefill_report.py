@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from dynattn import prepack
@@ -70,10 +70,8 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
 
 def pad_left(model: PreTrainedModel, prompts: Sequence[Tensor]) -> dict[str, Any]:
     """The prompts, each `[T]`, as `input_ids` and `attention_mask` with padding on the left."""
-    longest = max(map(len, prompts))
-    rows = [pad(prompt, (longest - len(prompt), 0)) for prompt in prompts]
-    masks = [pad(torch.ones_like(prompt), (longest - len(prompt), 0)) for prompt in prompts]
-    return {"input_ids": torch.stack(rows), "attention_mask": torch.stack(masks)}
+    inputs = {"input_ids": [*prompts], "attention_mask": [torch.ones_like(prompt) for prompt in prompts]}
+    return {name: pad_sequence(rows, batch_first=True, padding_side="left") for name, rows in inputs.items()}
 
 
 def first_tokens(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
