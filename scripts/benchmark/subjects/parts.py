@@ -27,6 +27,6 @@ BACKWARD_PARTS = {
     ("multiply_heads", 2): "query gradient",
     ("add_to_heads", 2): "key gradient",
 }
-FUNCTIONS = {part: function for parts in (FORWARD_PARTS, BACKWARD_PARTS) for (function, _), part in parts.items()}
+PART_FUNCTIONS = {part: function for parts in (FORWARD_PARTS, BACKWARD_PARTS) for (function, _), part in parts.items()}
 # The last part of a chunk, in the forward and in the backward pass.
 LAST_PARTS = ("output", "key gradient")

@@ -33,9 +33,9 @@ from .parts import (
     CHUNK_FUNCTIONS,
     COMPOSER_FUNCTIONS,
     FORWARD_PARTS,
-    FUNCTIONS,
     LAST_PARTS,
     MATMULS,
+    PART_FUNCTIONS,
     REST,
     UNCLOCKED,
     WHOLE,
@@ -149,7 +149,7 @@ class Floors(NamedTuple):
             return None
         if part == WHOLE:
             return self.call / self.matmul_rate
-        function = FUNCTIONS[part]
+        function = PART_FUNCTIONS[part]
         flops = {"compose": self.composition, "compose_backward": 2 * self.composition}
         flops |= dict.fromkeys(MATMULS, 2 * self.width)
         passes = 0 if function in MATMULS else 1
@@ -174,7 +174,7 @@ class Profile:
             whole = sample(call, self.repeats, device)
         with compiling_as(COMPILE_MODES[PROFILED]):
             unclocked = sample(call, self.repeats, device)
-        parts = {name: clock.seconds[name] / self.repeats for name in FUNCTIONS if name in clock.seconds}
+        parts = {name: clock.seconds[name] / self.repeats for name in PART_FUNCTIONS if name in clock.seconds}
         rest = {REST: whole - sum(parts.values()), WHOLE: whole, UNCLOCKED: unclocked}
         self.samples.append(parts | rest)
         self.calls = {name: clock.calls[name] / self.repeats for name in parts}
@@ -185,7 +185,7 @@ class Profile:
         return [
             {
                 "name": part,
-                "function": FUNCTIONS.get(part),
+                "function": PART_FUNCTIONS.get(part),
                 "calls": self.calls.get(part),
                 "samples": [one[part] for one in self.samples],
                 "timing": asdict(summarize([one[part] for one in self.samples], self.repeats)),

@@ -21,8 +21,8 @@ from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
 from .op_flops import relative_flops
 
-# Rows of the position tables in both styles, one for each distance.
-POSITIONS = 2048
+# Distances from a query to a key that the position tables of both styles know.
+DISTANCES = 2048
 
 
 class LayerProblem(NamedTuple):
@@ -75,8 +75,8 @@ def prepare_official(problem: LayerProblem, *, kind: str, compiles: bool) -> Cal
     weights = problem.weights[kind]
     width, heads = problem.hidden_states.shape[-1], problem.configs[kind].num_attention_heads
     with torch.device(problem.hidden_states.device):
-        layer = OfficialRelativeAttention(kind, width, heads, POSITIONS)
-    layer.load_state_dict(as_official(weights, POSITIONS))
+        layer = OfficialRelativeAttention(kind, width, heads, DISTANCES)
+    layer.load_state_dict(as_official(weights, DISTANCES))
     layer.to(problem.hidden_states.dtype).requires_grad_(problem.backward)
     rows = problem.hidden_states.detach().transpose(0, 1).contiguous().requires_grad_(problem.backward)
     memory = rows.shape[0] - problem.cotangent.shape[1]
@@ -88,7 +88,7 @@ def prepare_official(problem: LayerProblem, *, kind: str, compiles: bool) -> Cal
         if not problem.backward:
             return found
         gradients = {name.removeprefix("grad "): value for name, value in found.items() if name.startswith("grad ")}
-        ours = from_official(gradients, weights, POSITIONS)
+        ours = from_official(gradients, weights, DISTANCES)
         return {
             "output": found["output"],
             "grad hidden_states": gradients["hidden_states"].transpose(0, 1),
@@ -118,7 +118,7 @@ def make_problem(shape: Shape, settings: BenchmarkSettings, *, backward: bool) -
             num_attention_heads=shape.heads,
             memory_type="segment",
             mem_len=shape.memory,
-            max_position_embeddings=POSITIONS,
+            max_position_embeddings=DISTANCES,
         )
         state = RCMHAAttention(configs[kind], layer_idx=0).state_dict()
         weights[kind] = {

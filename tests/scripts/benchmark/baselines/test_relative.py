@@ -47,6 +47,6 @@ def test_both_styles_of_a_layer_are_the_same_function(kind: str, memory: int) ->
     official = relative.prepare_official(problem, kind=kind, compiles=False)()
     torch.testing.assert_close(dict(official), dict(ours), atol=1e-10, rtol=1e-8)
     back = from_official(
-        as_official(problem.weights[kind], relative.POSITIONS), problem.weights[kind], relative.POSITIONS
+        as_official(problem.weights[kind], relative.DISTANCES), problem.weights[kind], relative.DISTANCES
     )
     torch.testing.assert_close(back, problem.weights[kind], atol=0, rtol=0)
