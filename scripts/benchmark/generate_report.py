@@ -26,6 +26,7 @@ from ..common.measuring import interleave
 from .report.record import write_report
 from .serving_engines import Clock
 
+VOCABULARY = 8192
 HEADING = """`{command}`
 
 Commit {commit}; {hardware}, {threads} threads; load average {load}.
@@ -103,16 +104,16 @@ def parse_numbers(
     return options
 
 
-def make_models(options: argparse.Namespace) -> dict[str, PreTrainedModel]:
-    """A Llama, the DCFormer that equals it without composition, and one with all dynamic terms."""
+def make_models(options: argparse.Namespace, length: int) -> dict[str, PreTrainedModel]:
+    """A Llama, the DCFormer that equals it without composition, and one with all dynamic terms, for `length` tokens."""
     hidden = options.heads * options.width
     common: dict[str, Any] = {
-        "vocab_size": 8192,
+        "vocab_size": VOCABULARY,
         "hidden_size": hidden,
         "intermediate_size": 11 * hidden // 4,
         "num_hidden_layers": options.layers,
         "num_attention_heads": options.heads,
-        "max_position_embeddings": options.context + options.new,
+        "max_position_embeddings": length,
     }
     torch.manual_seed(0)
     return {
@@ -124,8 +125,8 @@ def make_models(options: argparse.Namespace) -> dict[str, PreTrainedModel]:
 
 def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     """Milliseconds per token of each model in each round, after a round that is not counted."""
-    models = make_models(options)
-    prompt = torch.randint(8192, (1, options.context), generator=torch.Generator().manual_seed(1))
+    models = make_models(options, options.context + options.new)
+    prompt = torch.randint(VOCABULARY, (1, options.context), generator=torch.Generator().manual_seed(1))
     samplers = {name: partial(milliseconds_per_token, model, prompt, options.new) for name, model in models.items()}
     return {name: values[1:] for name, values in interleave(samplers, 1 + options.rounds).items()}
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from dynattn import prepack
 
 from ..common.markdown import table
-from .generate_report import LEAST, make_models, report, timing_cells
+from .generate_report import LEAST, VOCABULARY, make_models, report, timing_cells
 
 SHORTEST = 8
 HEADING = """`{command}`
@@ -49,11 +49,11 @@ def draw_lengths(prompts: int, longest: int) -> list[int]:
 
 def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     """Milliseconds of each model and way in each round, after a round that is not counted and compares the tokens."""
-    models = make_models(argparse.Namespace(**vars(options), context=options.longest, new=1))
-    del models["Llama"]  # whose packed prompts nothing tells apart beside a cache
+    models = make_models(options, options.longest + 1)
+    del models["Llama"]  # with a cache it does not keep packed prompts apart
     random = torch.Generator().manual_seed(2)
     lengths = draw_lengths(options.prompts, options.longest)
-    prompts = [torch.randint(1, 8192, (length,), generator=random) for length in lengths]
+    prompts = [torch.randint(1, VOCABULARY, (length,), generator=random) for length in lengths]
     samples: dict[str, list[float]] = {}
     for _ in range(1 + options.rounds):
         for name, model in models.items():
