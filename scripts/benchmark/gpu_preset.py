@@ -10,7 +10,7 @@ a constant, that made a process crash, hang or lose the device.
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -192,14 +192,18 @@ def _run_and_tune(
 ) -> tuple[bool, dict[TunableConstant, Any]]:
     """Runs the first part and tunes; returns whether everything in the part is right, and the best constants.
 
-    Trials are compiled meanwhile, and no longer, because the other parts are measured after it.
+    What an earlier command has tuned stays. Trials are compiled meanwhile, and no longer, because the other parts are
+    measured after it.
     """
     options, file = options_of(part, arguments), folder / TUNING
     earlier = read_json(file, RETUNE) if arguments.resume and file.exists() else {"trials": []}
-    with nullcontext() if "best" in earlier else compile_trials(options) as compiling:
-        is_right = _run_part(part, arguments, folder / part.name, run, end)
-        until = min(end, time.monotonic() + TUNING_SECONDS)
-        tuning = _tune_once(options, file, earlier, until, compiling)
+    if "best" in earlier:
+        is_right, tuning = _run_part(part, arguments, folder / part.name, run, end), read_tuning(earlier)
+    else:
+        with compile_trials(options) as compiling:
+            is_right = _run_part(part, arguments, folder / part.name, run, end)
+            until = min(end, time.monotonic() + TUNING_SECONDS)
+            tuning = _tune(options, file, earlier["trials"], until, compiling)
     print(f"\ntuned{'' if tuning.finished else ' as far as time allowed'}: {tuning.as_record()['best']}")
     return is_right, tuning.best
 
@@ -219,17 +223,11 @@ def _run_part(part: PresetPart, arguments: BenchmarkArguments, folder: Path, run
     return False
 
 
-def _tune_once(
-    arguments: BenchmarkArguments,
-    file: Path,
-    earlier: dict[str, Any],
-    end: float,
-    compiling: Precompilation | None,
+def _tune(
+    arguments: BenchmarkArguments, file: Path, earlier: list[dict[str, Any]], end: float, compiling: Precompilation
 ) -> Tuning:
-    """The tuning that an earlier command has written, or a new one behind its trials, which is written to the file."""
-    if "best" in earlier:
-        return read_tuning(earlier)
-    log = TrialLog(earlier["trials"], lambda trials: write_json(file, {"trials": trials}, indent=1))
+    """Tunes, behind the `earlier` trials that another process has made, and writes the outcome to the file."""
+    log = TrialLog(earlier, lambda trials: write_json(file, {"trials": trials}, indent=1))
     tuning = Tuning({}, log.made, finished=False)  # what stays if nothing can be tuned
     with failures_told("nothing is tuned", arguments):
         tuning = find_constants(arguments, end, log, compiling)

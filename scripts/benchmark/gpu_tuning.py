@@ -68,14 +68,11 @@ def compile_trials(arguments: BenchmarkArguments) -> Precompilation:
     return Precompilation(trials, calls, Target(10 * major + minor, shared_memory_of(device)))
 
 
-def find_constants(
-    arguments: BenchmarkArguments, end: float, log: TrialLog, compiling: Precompilation | None
-) -> Tuning:
+def find_constants(arguments: BenchmarkArguments, end: float, log: TrialLog, compiling: Precompilation) -> Tuning:
     """Tunes the Triton path for bfloat16: first which kernels serve, then the constants of those kernels."""
     settings = read_settings(replace(arguments, dtype="bfloat16", batch_size=TUNED_BATCH))
     trial = make_trial(settings, TUNED_SHAPES, TUNED_CANDIDATE)
-    if compiling is not None:
-        compiling.wait(min(COMPILING_SECONDS, max(0.0, end - time.monotonic())))
+    compiling.wait(min(COMPILING_SECONDS, max(0.0, end - time.monotonic())))
     return tune_the_faster(trial, lambda: time.monotonic() < end, log)
 
 
