@@ -83,8 +83,8 @@ class BenchmarkArguments:
             self.parts = split_at_commas(self.parts)
             if not self.parts:
                 raise UserError("--parts names no part; leave it out for all of them")
-        if self.parts is not None and self.preset is None:
-            raise UserError(f"--parts {' '.join(self.parts)} are parts of a preset; add --preset gpu")
+            if self.preset is None:
+                raise UserError(f"--parts {' '.join(self.parts)} are parts of a preset; add --preset gpu")
         for shape in split_at_commas(self.shapes or []):
             parse_shape(shape)
 
