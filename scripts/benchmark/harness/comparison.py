@@ -72,7 +72,7 @@ def run_case(
         try:
             references[function] = [case.reference(function, dtype) for dtype in (torch.float64, settings.dtype)]
         except Exception as error:  # memory may not suffice for them
-            failure = f"{NO_REFERENCE}: {describe(error)}"
+            failure = f"{NO_REFERENCE}: {failure_of(error)}"
             check_device(settings.device, failure)
             return failure
         return None
@@ -89,14 +89,14 @@ def run_case(
             except OverBudgetError as error:
                 row["failure"] = f"{OVER_BUDGET}: {error}"
             except Exception as error:  # compilers and kernels raise exceptions of any type
-                row["failure"] = describe(error)
+                row["failure"] = failure_of(error)
                 check_device(settings.device, row["failure"])
-        time_who_remains(qualified, case, settings, begin)
+        time_qualified(qualified, case, settings, begin)
     add_ratios(rows)
     return rows
 
 
-def describe(error: Exception) -> str:
+def failure_of(error: Exception) -> str:
     """The failure of a row."""
     return f"{type(error).__name__}: {first_line(error)}"
 
@@ -118,10 +118,10 @@ def qualify(
     return QualifiedCandidate(row, call, references)
 
 
-def time_who_remains(
+def time_qualified(
     qualified: dict[str, QualifiedCandidate], case: Case, settings: BenchmarkSettings, begin: Begin
 ) -> None:
-    """Times all candidates that remain, and after a failure of one of them all others again.
+    """Times all candidates that have passed their checks, and after a failure of one of them all others again.
 
     Raises:
         DeviceLostError: a candidate fails, and after it the device fails every call.
@@ -170,7 +170,7 @@ def blaming(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # kernels raise exceptions of any type
-        raise CandidateError(name, describe(error)) from error
+        raise CandidateError(name, failure_of(error)) from error
 
 
 def finish_row(row: Row, last_verdict: Verdict, case: Case) -> None:

@@ -73,7 +73,7 @@ class Interruptions:
             self._leave_out(self.before, f"the process ended {ATTEMPTS} times while this was measured")
 
     def failures(self, case: Record, names: list[str]) -> dict[str, str]:
-        """The candidates of a case that ended a process, with the reason; all of them if none can be told."""
+        """The candidates of a case that ended a process, with the reason; all of them where it is unknown which one."""
         found = [one for one in self.record.get("interrupted", []) if one["case"] == case]
         return {name: one["failure"] for one in found for name in names if one["name"] in (name, None)}
 

@@ -69,7 +69,7 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        device = torch.device("meta")
+        device = torch.device("meta")  # refused below, as every name that stands for no CPU and no GPU
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"device {name!r} cannot be measured; choose cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
