@@ -74,9 +74,8 @@ def report(
     load = os.getloadavg()
     samples = measure(options)
     settings = {name: getattr(options, name) for name in defaults}
-    words = " ".join(f"--{name} {value}" for name, value in settings.items())
     record = {
-        "command": f"python -m dynattn.scripts.benchmark.{module} FOLDER {words}",
+        "command": command_of(f"dynattn.scripts.benchmark.{module}", settings),
         "commit": source_commit(),
         "hardware": hardware(torch.device("cpu")),
         "versions": versions(),
@@ -102,6 +101,14 @@ def parse_numbers(
         if (value := getattr(options, name)) < (limit := least.get(name, 1)):
             parser.error(f"--{name}={value} must be at least {limit}")
     return options
+
+
+def command_of(module: str, settings: Mapping[str, Any]) -> str:
+    """The command of a report as its record names it, with all options but the folder."""
+    words = [f"python -m {module} FOLDER"]
+    for name, value in settings.items():
+        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return " ".join(words)
 
 
 def make_models(options: argparse.Namespace, length: int) -> dict[str, PreTrainedModel]:

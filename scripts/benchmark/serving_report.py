@@ -22,7 +22,7 @@ from ..common.atomic_file import read_json
 from ..common.environment import hardware, source_commit, versions
 from ..common.errors import UserError
 from ..common.markdown import table
-from .generate_report import parse_numbers
+from .generate_report import command_of, parse_numbers
 from .report.record import RECORD, write_report
 from .serving_engines import ALONE, Answer, Server, make_servers, random_prompts
 
@@ -78,12 +78,13 @@ def started_record(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UserError: the folder holds a damaged record, or that of another command, of other code, or of another machine.
     """
+    settings = {name: value for name, value in vars(options).items() if name != "folder"}
     record: dict[str, Any] = {
-        "command": f"python -m {MODULE} FOLDER " + " ".join(map(str, as_words(options))),
+        "command": command_of(MODULE, settings),
         "commit": source_commit(),
         "versions": versions(*["vllm"] * (options.engine == "vllm")),
         "hardware": hardware(torch.device("cpu")),
-        "options": {name: value for name, value in vars(options).items() if name != "folder"},
+        "options": settings,
         "load_average": os.getloadavg(),
         "runs": [],
     }
@@ -112,15 +113,6 @@ def run_round(
         runs.append({**run, "requests": len(prompts), "same": same, **summarize(answers)})
         print(json.dumps(runs[-1]), flush=True)
     return runs
-
-
-def as_words(options: argparse.Namespace) -> list[Any]:
-    """The options as they are typed."""
-    words: list[Any] = []
-    for name, value in vars(options).items():
-        if name != "folder":
-            words += [f"--{name}", *(value if isinstance(value, list) else [value])]
-    return words
 
 
 def summarize(answers: Sequence[Answer]) -> dict[str, float]:
