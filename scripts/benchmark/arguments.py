@@ -85,6 +85,9 @@ class BenchmarkArguments:
                 raise UserError("--parts names no part; leave it out for all of them")
             if self.preset is None:
                 raise UserError(f"--parts {' '.join(self.parts)} are parts of a preset; add --preset gpu")
+        for name in ("subjects", "shapes", "implementations"):
+            if (values := getattr(self, name)) and not split_at_commas(values):
+                raise UserError(f"--{name} names none; leave it out for the usual ones")
         for shape in split_at_commas(self.shapes or []):
             parse_shape(shape)
 
