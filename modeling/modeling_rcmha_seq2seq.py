@@ -11,7 +11,6 @@ from ..configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
 from .caches.names import takes_either_name
 from .caches.segment_memory import upgrade_to_memory_cache
 from .common.input_checks import check_special_tokens
-from .common.packed_documents import packed_starts
 from .common.relative_model import RelativeLayer, RelativePreTrainedModel
 from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, SourceEncoderBody
 from .common.seq2seq_decoder import Seq2SeqDecoderBody
@@ -118,18 +117,18 @@ class RCMHASeq2SeqEncoder(SourceEncoderBody, RCMHASeq2SeqStack):
         hidden_states: Tensor,
         attention_mask: Any,
         rotations: dict[str, tuple[Tensor, Tensor]] | None = None,
-        position_ids: Tensor | None = None,
+        document_starts: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """As the base, for hidden states `[B, S, E]`; also tells the convolutions which tokens are padding.
 
         Raises:
-            ValueError: as the base; or positions mark packed documents, across which convolutions would read.
+            ValueError: as the base; or rows pack several documents, across which convolutions would read.
         """
-        if self.config.convolves and attention_mask is None and position_ids is not None:
-            refuse_packed_documents(position_ids)
+        if self.config.convolves and document_starts is not None:
+            refuse_packed_documents(document_starts)
         segment = Segment(hidden_states.shape[1], token_mask=source_token_mask(self.config, attention_mask))
-        return super().run_layers(hidden_states, attention_mask, rotations, position_ids, segment=segment, **kwargs)
+        return super().run_layers(hidden_states, attention_mask, rotations, document_starts, segment=segment, **kwargs)
 
 
 class RCMHASeq2SeqDecoder(Seq2SeqDecoderBody, RCMHASeq2SeqStack):
@@ -193,10 +192,9 @@ def source_token_mask(config: RCMHASeq2SeqConfig, attention_mask: Any) -> Tensor
     return real_token_mask(attention_mask, mask, length, length, None, end=length)
 
 
-def refuse_packed_documents(position_ids: Tensor) -> None:
-    """Raises ValueError if positions `[.., S]` restart, where values can be read."""
-    starts = packed_starts(position_ids, position_ids.shape) if is_readable(position_ids) else None
-    if starts is not None:
+def refuse_packed_documents(starts: Tensor) -> None:
+    """Raises ValueError, where values can be read, for rows of several documents, whose `starts` are `[B, S]`."""
+    if is_readable(starts):
         raise ValueError(
             f"position_ids restart at token {int(starts.max())}, where convolutions would read across documents; give "
             "one document per row, or an attention_type without convolutions"

@@ -39,14 +39,14 @@ class EncoderLayers:
         hidden_states: Tensor,
         attention_mask: Tensor | dict[str, Tensor | None] | None,
         rotations: dict[str, tuple[Tensor, Tensor]] | None = None,
-        position_ids: Tensor | None = None,
+        document_starts: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Returns the hidden states `[B, T, E]` after the last layer.
 
         Args:
             hidden_states: `[B, T, E]`, the first layer's.
-            attention_mask, position_ids: as `make_masks` takes them; `check_mask` has accepted the mask.
+            attention_mask, document_starts: as `make_masks` takes them; `check_mask` has accepted the mask.
             rotations: rotary cosines and sines for each layer type, where the family rotates.
 
         Raises:
@@ -59,7 +59,7 @@ class EncoderLayers:
             )
         if given := [name for name in (OLD_NAME, NEW_NAME) if kwargs.get(name) is not None]:
             raise ValueError(f"{given[0]} has no meaning for an encoder, which reads all tokens at once; leave it out")
-        masks = self.make_masks(hidden_states, attention_mask, position_ids)
+        masks = self.make_masks(hidden_states, attention_mask, document_starts)
         implementation = implementation_for(self.config, kwargs)
         for layer, layer_type in typed_layers(self.layers, self.config):
             hidden_states = layer(
@@ -81,22 +81,19 @@ class EncoderLayers:
         self,
         inputs_embeds: Tensor,
         attention_mask: Tensor | dict[str, Tensor | None] | None,
-        position_ids: Tensor | None,
+        document_starts: Tensor | None,
     ) -> dict[str, Tensor | None]:
         """Transformers' mask for each layer type, in the form that the attention implementation takes.
 
         Args:
             inputs_embeds: `[B, T, E]`.
             attention_mask: `[B, T]`, 1 for real tokens; or `[B, 1, T, T]`; or one prepared mask for each layer type.
-            position_ids: `[B, T]`. Without a mask, positions that restart mark packed documents, which then do not see
-                each other; the masks then have an entry for each pair of tokens.
+            document_starts: `[B, T]`, index of the first token of each token's document. Documents then do not see each
+                other, and the masks have an entry for each pair of tokens. None where every row is one document.
         """
         if isinstance(attention_mask, dict):
             return attention_mask
-        starts = None
-        if attention_mask is None and position_ids is not None:
-            starts = packed_starts(position_ids, inputs_embeds.shape[:2])
-        apart = None if starts is None else same_document(starts)
+        apart = None if document_starts is None else same_document(document_starts)
         return {
             layer_type: BIDIRECTIONAL_MASK_MAKERS[layer_type](
                 config=self.config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, and_mask_function=apart
@@ -142,16 +139,19 @@ class EncoderBody(EncoderLayers):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         check_position_ids(position_ids, inputs_embeds)
-        borders, marks = borders_of(kwargs), position_ids
+        borders, counted = borders_of(kwargs), position_ids
         if borders is not None:
             attention_mask = mask_beside_borders(attention_mask)
             indices = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
-            marks = indices - starts_by_borders(borders, inputs_embeds)
-            position_ids = marks if position_ids is None else position_ids
+            counted = indices - starts_by_borders(borders, inputs_embeds)  # from 0 in each document
+            position_ids = counted if position_ids is None else position_ids
         self.check_mask(attention_mask, inputs_embeds)
         hidden_states = self.embed(inputs_embeds, position_ids, attention_mask)
         rotations = self.rotations(hidden_states, position_ids)
-        hidden_states = self.run_layers(hidden_states, attention_mask, rotations, marks, **kwargs)
+        starts = None
+        if attention_mask is None and counted is not None:
+            starts = packed_starts(counted, inputs_embeds.shape[:2])
+        hidden_states = self.run_layers(hidden_states, attention_mask, rotations, starts, **kwargs)
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
     def embed(self, inputs_embeds: Tensor, position_ids: Tensor | None, attention_mask: Any = None) -> Tensor:
