@@ -20,11 +20,10 @@ from transformers.utils import can_return_tuple
 from ..caches.names import cache_in, named_cache, takes_either_name
 from ..ops.chunked_loss import chunked_causal_loss
 from ..serving.requirements import (
-    TRANSFORMERS,
-    check_engine,
     check_paged_cache,
     check_prompts,
     check_request,
+    check_transformers,
     new_token_limit,
     with_defaults_of,
 )
@@ -71,7 +70,7 @@ class CausalLMHead:
         check_paged_cache(self)
         if not self.attends_to_paged_cache:
             return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
-        check_engine("transformers", *TRANSFORMERS)
+        check_transformers()
         # Imported only here, because it builds on parts of Transformers that differ between versions.
         from ..serving.continuous_batching import start_batching
 

@@ -63,13 +63,14 @@ SHARED_IN_SAMPLING: dict[str, Any] = {
 }
 
 
-def check_engine(name: str, first: str, end: str) -> None:
-    """Raises ImportError unless the installed version of the package `name` is at least `first` and before `end`."""
-    found = version(name)
+def check_transformers() -> None:
+    """Raises ImportError if this package does not support continuous batching of the installed Transformers."""
+    (first, end), found = TRANSFORMERS, version("transformers")
     if not Version(first) <= Version(Version(found).base_version) < Version(end):
+        supported = f"transformers>={first},<{end}"
         raise ImportError(
-            f"serving models with composed heads is made for {name}>={first},<{end}, and {found} is installed; "
-            f"pip install '{name}>={first},<{end}', or use generate() with a batch that is padded on the left"
+            f"serving models with composed heads is made for {supported}, and {found} is installed; "
+            f"pip install '{supported}', or use generate() with a batch that is padded on the left"
         )
 
 

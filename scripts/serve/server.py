@@ -29,10 +29,9 @@ from transformers.utils.logging import log_levels
 from dynattn.modeling.layers.attention_interface import registered_implementations
 from dynattn.modeling.serving.continuous_batching import ComposedBatchingManager
 from dynattn.modeling.serving.requirements import (
-    TRANSFORMERS,
-    check_engine,
     check_joins,
     check_settings,
+    check_transformers,
     new_token_limit,
     with_defaults_of,
 )
@@ -91,7 +90,7 @@ def run(argv: Sequence[str]) -> int:
         check_has_config(Path(argv[0]))
     try:
         check_options(argv)
-        check_engine("transformers", *TRANSFORMERS)
+        check_transformers()
         replace_in_server()
         with ExitStack() as ends:
             server.build_server = partial(build_telling_server, ends)
