@@ -42,6 +42,12 @@ def decode(model: PreTrainedModel, ids: Tensor, cache: Cache | None = None) -> T
     return torch.cat(logits, dim=1)
 
 
+def assert_within_noise(logits: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """Errs against the logits in float64 by at most 4 times the plain pass, or one rounding of the largest."""
+    noise = max((plain - exact).abs().max(), torch.finfo(plain.dtype).eps * exact.abs().max())
+    assert (logits - exact).abs().max() <= 4 * noise
+
+
 def assert_same_gradients(found: list[Tensor], expected: list[Tensor]) -> None:
     """Compares gradients of a compiled model, each by its own size.
 

@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 import torch
+from cases.models import assert_within_noise
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
@@ -25,7 +26,6 @@ from dynattn import (
 VOCAB, WINDOW = 89, 16
 # Tokens that are read one at a time, at most; longer sequences begin with a chunk.
 STEPS = 24
-MULTIPLE = 4
 COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -140,13 +140,6 @@ def checkpointed(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 def alone(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return torch.cat([whole(model, row) for row in ids.split(1)])
-
-
-def assert_within_noise(logits: Tensor, plain: Tensor, exact: Tensor) -> None:
-    """Errs against the logits in float64 by at most `MULTIPLE` times the plain pass, or one rounding of the largest."""
-    rounding = torch.finfo(plain.dtype).eps * exact.abs().max()
-    noise = max((plain - exact).abs().max(), rounding)
-    assert (logits - exact).abs().max() <= MULTIPLE * noise
 
 
 WAYS: dict[str, Callable[[PreTrainedModel, Tensor], Tensor]] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import mixers as authors
-from cases.models import SMALL, decode
+from cases.models import SMALL, assert_within_noise, decode
 from torch import Tensor
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
@@ -103,15 +103,14 @@ def test_a_layer_is_its_authors_formula(mixer: str, implementation: str) -> None
 def test_caches_saved_copies_and_implementations_give_the_same_logits(mixer: str, family: str, tmp_path: Path) -> None:
     model = make(mixer, family)
     whole, exact = model(IDS, use_cache=False).logits, copy.deepcopy(model).double()(IDS, use_cache=False).logits
-    noise = max((whole - exact).abs().max(), torch.finfo(torch.float32).eps * exact.abs().max())
     for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=20)):
         first = model(IDS[:, :5], past_key_values=cache).logits
         logits = torch.cat([first, decode(model, IDS[:, 5:], cache)], dim=1)
-        assert (logits - exact).abs().max() <= 4 * noise
+        assert_within_noise(logits, whole, exact)
     model.save_pretrained(tmp_path)
     assert torch.equal(type(model).from_pretrained(tmp_path)(IDS, use_cache=False).logits, whole)
     model.set_attn_implementation("eager")
-    assert (model(IDS, use_cache=False).logits - exact).abs().max() <= 4 * noise
+    assert_within_noise(model(IDS, use_cache=False).logits, whole, exact)
 
 
 @pytest.mark.parametrize("mixer", OTHERS)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.models import assert_within_noise
 from cases.seq2seq import KINDS, in_steps, make_model, random_tokens, whole
 from torch import Tensor
 from transformers import AutoModel, AutoModelForSeq2SeqLM, DynamicCache, PreTrainedModel, StaticCache
@@ -16,14 +17,7 @@ from dynattn.modeling.caches.names import cache_in
 from dynattn.modeling.layers.head_composition import DynamicComposition
 
 LENGTHS = [(11, 5), pytest.param(8, 8, marks=pytest.mark.slow), (5, 13)]  # of source and target
-MULTIPLE = 4
 PLACES = ["encoder", "decoder", "cross"]
-
-
-def assert_within_noise(logits: Tensor, plain: Tensor, exact: Tensor) -> None:
-    """Errs against the logits in float64 by at most `MULTIPLE` times the plain pass."""
-    noise = max((plain - exact).abs().max(), torch.finfo(plain.dtype).eps * exact.abs().max())
-    assert (logits - exact).abs().max() <= MULTIPLE * noise
 
 
 @pytest.mark.parametrize(("source_length", "target_length"), LENGTHS)
