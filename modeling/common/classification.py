@@ -11,7 +11,7 @@ from transformers.loss.loss_utils import fixed_cross_entropy
 from ..layers.readable import is_readable
 from ..ops.chunked_loss import IGNORED
 from ..ops.dtypes import at_least_float32
-from .input_checks import is_complete_mask
+from .input_checks import tells_padding
 
 
 def first_token(hidden_states: Tensor, attention_mask: Any) -> Tensor:
@@ -19,7 +19,7 @@ def first_token(hidden_states: Tensor, attention_mask: Any) -> Tensor:
 
     A mask `[B, T]` says where padding ends, which may stand on the left. Other masks do not tell padding from tokens.
     """
-    if attention_mask is None or is_complete_mask(attention_mask):
+    if not tells_padding(attention_mask):
         return hidden_states[:, 0]
     first = attention_mask.bool().int().argmax(dim=1)
     return hidden_states[torch.arange(first.shape[0], device=first.device), first]
@@ -37,7 +37,7 @@ def mean_of_tokens(hidden_states: Tensor, attention_mask: Any, prefix: int = 0) 
     hidden_states = hidden_states[:, prefix:]
     if attention_mask is None:
         return hidden_states.mean(dim=1)
-    if is_complete_mask(attention_mask):
+    if not tells_padding(attention_mask):
         raise ValueError(
             "classifier_pooling by the mean needs a mask [B, T] to know the real tokens; give one, or use 'cls'"
         )

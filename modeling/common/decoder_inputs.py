@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.import_utils import is_tracing
 
 from ...configuration.field_rules import ABSOLUTE_SCHEMES
-from .input_checks import check_attention_mask, check_position_ids, is_complete_mask
+from .input_checks import check_attention_mask, check_position_ids, tells_padding
 from .packed_documents import packed_starts, starts_by_borders
 
 
@@ -86,10 +86,10 @@ def packed_document_starts(given: DecoderArguments, inputs_embeds: Tensor) -> Te
                 "already; leave cu_seq_lens out, or give an empty cache"
             )
         return starts_by_borders(given.cu_seq_lens, inputs_embeds)
-    positions, mask = given.position_ids, given.attention_mask
-    positions_tell = mask is None or is_complete_mask(mask)
-    # The cache is asked last, because its length may have to be read from a device.
-    if positions is None or positions.shape[-1] == 1 or not positions_tell or not is_empty(given.past_key_values):
+    positions = given.position_ids
+    if positions is None or positions.shape[-1] == 1 or tells_padding(given.attention_mask):
+        return None
+    if not is_empty(given.past_key_values):  # asked last, because its length may have to be read from a device
         return None
     return packed_starts(positions, inputs_embeds.shape[:2])
 
@@ -102,7 +102,7 @@ def is_empty(cache: Cache | None) -> bool:
 
 def new_token_mask(attention_mask: Any, cache: Cache | None, length: int) -> Tensor | None:
     """The part `[B, T]` of a mask `[B, S]` that is of the new tokens, False for padding; None without such a mask."""
-    if attention_mask is None or is_complete_mask(attention_mask):
+    if not tells_padding(attention_mask):
         return None
     return attention_mask.bool().index_select(1, new_columns(attention_mask, cache, length))
 
@@ -134,7 +134,7 @@ def count_positions(attention_mask: Any, inputs_embeds: Tensor, cache: Cache | N
     Without such a mask they are `[1, T]` and count all tokens.
     """
     length = inputs_embeds.shape[1]
-    if not isinstance(attention_mask, Tensor) or is_complete_mask(attention_mask):
+    if not tells_padding(attention_mask):
         past_tokens = 0 if cache is None else cache.get_seq_length()
         return torch.arange(length, device=inputs_embeds.device)[None] + past_tokens
     counted = (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)

@@ -96,6 +96,11 @@ def is_complete_mask(attention_mask: Any) -> bool:
     return isinstance(attention_mask, dict) or getattr(attention_mask, "ndim", 0) == 4
 
 
+def tells_padding(attention_mask: Any) -> bool:
+    """Whether a mask has an entry for each token, `[B, S]`, which tells padding from tokens; complete masks do not."""
+    return isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
+
+
 def mask_beside_borders(attention_mask: Any) -> Any:
     """The caller's mask beside `cu_seq_lens`: a mask `[B, S]` must hide nothing and is dropped.
 
@@ -104,7 +109,7 @@ def mask_beside_borders(attention_mask: Any) -> Any:
     Raises:
         ValueError: a mask `[B, S]` hides tokens.
     """
-    if attention_mask is None or is_complete_mask(attention_mask):
+    if not tells_padding(attention_mask):
         return attention_mask
     if is_readable(attention_mask) and not attention_mask.all():
         raise ValueError(
@@ -124,8 +129,7 @@ def check_cached_length(attention_mask: Any, inputs_embeds: Tensor, cache: Cache
     if past is None:
         return
     length = inputs_embeds.shape[1]
-    checked = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
-    if checked and attention_mask.shape[1] < past + length:
+    if tells_padding(attention_mask) and attention_mask.shape[1] < past + length:
         raise ValueError(
             f"attention_mask has {attention_mask.shape[1]} columns for {past} cached and {length} new tokens; "
             f"give {past + length}"
