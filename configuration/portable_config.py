@@ -17,6 +17,8 @@ logger = logging.get_logger(__name__)
 # What masks, caches and layers read of any configuration. A family without windows or memories refuses these names:
 # Transformers would keep them as attributes, and masks and caches would obey them.
 VISIBILITY_FIELDS = ("layer_types", "memory_type", "sliding_window")
+# Fields with one entry for each layer.
+PER_LAYER_FIELDS = ("layer_types", "no_rope_layers")
 
 # What tensor parallelism splits. Attention stays whole on every device, because composition reads all heads of a query
 # and a key.
@@ -74,12 +76,12 @@ class PortableConfig(PreTrainedConfig):
         """As in Transformers, but fields that are given by keyword are checked as those of the dictionary are.
 
         Transformers sets them on the finished configuration, after its checks. With fewer `num_hidden_layers` than the
-        dictionary has, the first of its `layer_types` are kept.
+        dictionary has, the first entries of its `PER_LAYER_FIELDS` are kept.
         """
         own = {name: kwargs.pop(name) for name in list(kwargs) if name in cls._own_names()}
-        types = config_dict.get("layer_types")
-        if "num_hidden_layers" in own and "layer_types" not in own and isinstance(types, list):
-            own["layer_types"] = types[: own["num_hidden_layers"]]
+        if "num_hidden_layers" in own:
+            lists = {name: config_dict[name] for name in PER_LAYER_FIELDS if isinstance(config_dict.get(name), list)}
+            own = {name: values[: own["num_hidden_layers"]] for name, values in lists.items()} | own
         return super().from_dict({**config_dict, **own}, **kwargs)
 
     @classmethod

@@ -346,6 +346,14 @@ def test_fields_given_when_a_checkpoint_is_loaded_count(tmp_path: Path) -> None:
     assert config.compose_rank == 1 and unused == {"foo": 3}
 
 
+def test_fewer_layers_of_a_checkpoint_are_its_first_ones(tmp_path: Path) -> None:
+    DCFormerConfig.from_size("tiny", no_rope_layers=[0, 1, 1, 0]).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, num_hidden_layers=3)
+    assert config.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
+    assert config.no_rope_layers == [0, 1, 1]
+    assert AutoConfig.from_pretrained(tmp_path, num_hidden_layers=2, no_rope_layers=[1, 0]).no_rope_layers == [1, 0]
+
+
 @pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling", "partial_rotary_factor"])
 def test_rotary_fields_that_rcmha_does_not_have_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name}.* are no fields of this family, .* set rope_theta"):
