@@ -32,7 +32,8 @@ NAMES_ELSEWHERE = {
     "init_std": "initializer_range",
     "qkv_bias": "attention_bias",
 }
-# Names, there or in others of our families, of what some of our families, or all, do not have.
+# Fields of other libraries, or of some of our families, that a family may lack. The warning about one of these suggests
+# no other name, since a field that is spelled like it means something else.
 ABSENT_HERE = (
     "attn_logit_softcapping",
     "decoder_layerdrop",
@@ -194,7 +195,7 @@ def describe_misspellings(config: Any, names: Iterable[str]) -> list[str]:
         elsewhere, is_absent = NAMES_ELSEWHERE.get(name), name in ABSENT_HERE
         near = [elsewhere] if elsewhere in own else get_close_matches(name, own, n=1, cutoff=0.8)
         if is_absent:
-            near = []  # what is spelled like it means something else
+            near = []
         if (near or is_absent or name.startswith("compose_")) and name not in config.attribute_map:
             suggestion = f"; did you mean {near[0]}?" if near else ""
             warnings.append(f"{type(config).__name__} has no field {name}, which changes nothing{suggestion}")

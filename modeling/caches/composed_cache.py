@@ -163,7 +163,7 @@ class ComposedStaticSlidingWindowLayer(ComposedLayerMixin, StaticSlidingWindowLa
 
 
 class _ComposedQuantizedMixin(_ComposedDynamicMixin):
-    """Quantizes keys and values. Factors are few, and all heads of a pair depend on each: they stay as they are."""
+    """Quantizes keys and values but not factors, which are few, and an error in one of which would reach all heads."""
 
     @classmethod
     def factors_layer(cls, layer: CacheLayerMixin) -> CacheLayerMixin:

@@ -30,7 +30,7 @@ def first_query_offset(cache: Cache | None, layer: int, length: int) -> Tensor |
 
 
 def refuse_tokens(layer: CacheLayerMixin, missing: str) -> None:
-    """Raises ValueError if a plain layer of a cache holds tokens already, without what is `missing` of them."""
+    """Raises ValueError if a plain layer of a cache holds tokens already; `missing` names what it lacks of them."""
     if layer.is_initialized and int(layer.get_seq_length()) > 0:
         raise ValueError(
             f"the cache holds {int(layer.get_seq_length())} tokens without {missing}; "

@@ -65,9 +65,9 @@ class ComposedDecoderBody(DecoderBody):
     def make_masks(
         self, given: DecoderArguments, inputs_embeds: Tensor, starts: Tensor | None
     ) -> dict[str, Tensor | None]:
-        """As the base, but masks do not keep documents apart where this package's ops do, from the starts of documents.
+        """As the base, but without `starts` where only this package's ops can attend: they get them as `first_keys`.
 
-        A mask that keeps documents apart has an element for each pair of tokens.
+        A mask that keeps documents apart would have an element for each pair of tokens.
         """
         return super().make_masks(given, inputs_embeds, None if self.config.needs_own_ops else starts)
 

@@ -108,7 +108,7 @@ def new_token_mask(attention_mask: Any, cache: Cache | None, length: int) -> Ten
 
 
 def new_columns(attention_mask: Tensor, cache: Cache | None, length: int) -> Tensor:
-    """The columns `[T]` of the new tokens in a mask `[B, S]`, which has more of them where it is of a whole cache."""
+    """The columns `[T]` of the new tokens in a mask `[B, S]`: those behind the cached tokens, none beyond its end."""
     new = torch.arange(length, device=attention_mask.device) + (0 if cache is None else cache.get_seq_length())
     return new.clamp(max=attention_mask.shape[1] - 1)
 

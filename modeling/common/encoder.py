@@ -72,7 +72,7 @@ class EncoderLayers:
         return hidden_states
 
     def check_mask(self, attention_mask: Any, inputs_embeds: Tensor) -> None:
-        """Raises ValueError if a mask does not fit embeddings `[B, T, E]`, or hides a whole row; before it is read."""
+        """Raises ValueError if a mask does not fit embeddings `[B, T, E]`, or hides a whole row of the batch."""
         if isinstance(attention_mask, dict):
             check_layer_masks(attention_mask, layer_types_of(self.config))
         check_attention_mask(attention_mask, inputs_embeds, None, exact=True)
