@@ -12,6 +12,11 @@ def key_count(cache: Cache | None, layer: int, length: int) -> int:
     return length if cache is None else cache.get_mask_sizes(length, layer)[0]
 
 
+def token_count(cache: Cache | None) -> int | Tensor:
+    """Number of tokens in a cache, 0 without one; a tensor `[]` where a layer counts on the device."""
+    return 0 if cache is None else cache.get_seq_length()
+
+
 def first_query_offset(cache: Cache | None, layer: int, length: int) -> Tensor | None:
     """Position of the first of `length` new tokens among the keys that a layer returns, `[]`.
 
@@ -69,7 +74,7 @@ def past_tokens_within(cache: Cache | None, length: int, limit: int) -> int | No
     A static cache counts on the device. Reading its count would make every decoding step wait for the device, so it is
     read only if the cache has room for more than `limit` tokens, and never while tracing.
     """
-    past_tokens: int | Tensor = 0 if cache is None else cache.get_seq_length()
+    past_tokens = token_count(cache)
     if not isinstance(past_tokens, Tensor):
         return past_tokens
     return None if key_count(cache, 0, length) <= limit or is_tracing(past_tokens) else int(past_tokens)

@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.import_utils import is_tracing
 
 from ...configuration.field_rules import ABSOLUTE_SCHEMES
+from ..caches.key_places import token_count
 from .input_checks import check_attention_mask, check_position_ids, tells_padding
 from .packed_documents import packed_starts, starts_by_borders
 
@@ -96,7 +97,7 @@ def packed_document_starts(given: DecoderArguments, inputs_embeds: Tensor) -> Te
 
 def is_empty(cache: Cache | None) -> bool:
     """Whether a cache holds no tokens. While tracing, one whose count is a tensor is taken to hold some."""
-    length: Any = 0 if cache is None else cache.get_seq_length()
+    length = token_count(cache)
     return not (isinstance(length, Tensor) and is_tracing(length)) and int(length) == 0
 
 
@@ -109,7 +110,7 @@ def new_token_mask(attention_mask: Any, cache: Cache | None, length: int) -> Ten
 
 def new_columns(attention_mask: Tensor, cache: Cache | None, length: int) -> Tensor:
     """The columns `[T]` of the new tokens in a mask `[B, S]`: those behind the cached tokens, none beyond its end."""
-    new = torch.arange(length, device=attention_mask.device) + (0 if cache is None else cache.get_seq_length())
+    new = torch.arange(length, device=attention_mask.device) + token_count(cache)
     return new.clamp(max=attention_mask.shape[1] - 1)
 
 
@@ -135,7 +136,6 @@ def count_positions(attention_mask: Any, inputs_embeds: Tensor, cache: Cache | N
     """
     length = inputs_embeds.shape[1]
     if not tells_padding(attention_mask):
-        past_tokens = 0 if cache is None else cache.get_seq_length()
-        return torch.arange(length, device=inputs_embeds.device)[None] + past_tokens
+        return torch.arange(length, device=inputs_embeds.device)[None] + token_count(cache)
     counted = (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
     return counted.index_select(1, new_columns(attention_mask, cache, length))

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from ..caches.key_places import first_query_offset, key_count
+from ..caches.key_places import first_query_offset, key_count, token_count
 from ..ops.masking import split_mask
 from .readable import is_readable
 
@@ -56,7 +56,7 @@ def describe_segment(
     check_relative_reach(config, length, keys, document_positions)
     query_offset = first_query_offset(cache, 0, length)
     read = keys if config.memory_type == "segment" else length
-    end = length + (0 if cache is None else cache.get_seq_length())
+    end = length + token_count(cache)
     token_mask = real_token_mask(given_mask, mask, length, read, query_offset, end) if config.convolves else None
     return Segment(length, query_offset, token_mask, document_positions)
 
