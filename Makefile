@@ -23,9 +23,10 @@ RELEASE := build/release
 .PHONY: test test-slow test-vllm matrix fuzz soak lint quickstart release-check docs clean
 
 # Two processes of one thread each; a file's tests stay together, since they share models. Without bytecode on disk each
-# of them would compile all tests and modules.
+# of them would compile all tests and modules. Files come in the order of their names, as those of few tests, which else
+# come last, may be long ones.
 test: lint
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
