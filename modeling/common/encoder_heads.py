@@ -187,8 +187,12 @@ class MultipleChoiceHead(EncoderHead):
         Raises:
             ValueError: inputs have no dimension of the choices; or labels do not fit; or as the classifier of texts.
         """
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-        inputs |= {"inputs_embeds": inputs_embeds}
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+        }
         rows, choices = _rows_and_choices(inputs)
         texts = {name: given if given is None else given.flatten(0, 1) for name, given in inputs.items()}
         outputs = self.model(**texts, **kwargs)
