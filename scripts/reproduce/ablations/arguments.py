@@ -6,6 +6,7 @@ from typing import Literal
 from ...common.arguments import option
 from ...common.errors import UserError
 from ...compare.arguments import TUNING_SEED, CompareArguments
+from ..texts import check_texts
 
 
 @dataclass
@@ -40,10 +41,7 @@ class AblationsArguments:
 
     def __post_init__(self) -> None:
         self.output = self.output or f"runs/ablations-{self.size}"
-        if (self.dataset == "builtin") != (self.validation_dataset is None):
-            raise UserError(
-                f"dataset={self.dataset} and validation_dataset={self.validation_dataset}: give both, or neither"
-            )
+        check_texts(self.dataset, self.validation_dataset)
         rate, names = self.composition_learning_rate, self.variants
         if rate is not None and names is not None and not any(name.endswith("-slow") for name in names):
             raise UserError(

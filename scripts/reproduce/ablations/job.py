@@ -8,6 +8,7 @@ from ...compare.job import compare_variants
 from ...compare.variants import Variant
 from ..attentions import ATTENTIONS
 from ..study_runs import chosen, text_name
+from ..texts import text_options
 from .arguments import AblationsArguments
 
 # arXiv 2405.08553, abstract: "matching the performance of models with ~1.7x-2.0x compute".
@@ -72,8 +73,7 @@ def variants(arguments: AblationsArguments) -> dict[str, Variant]:
     steps = size.steps if arguments.max_steps is None else arguments.max_steps
     options = {
         **COMMON,
-        **({"validation_dataset": arguments.validation_dataset} if arguments.validation_dataset else {}),
-        "dataset": arguments.dataset,
+        **text_options(arguments.dataset, arguments.validation_dataset),
         "model_type": "dcformer",
         "learning_rate": size.learning_rate,
         "max_steps": steps,

@@ -6,6 +6,7 @@ from typing import Any
 from ...common.arguments import option
 from ...common.errors import UserError
 from ...common.number_ranges import check_rates, check_seeds
+from ..texts import check_texts, text_options
 
 QUICK: dict[str, Any] = {"seeds": [0, 1], "parent_steps": 60, "steps": 24, "learning_rates": [2e-3]}
 
@@ -15,10 +16,14 @@ class UpcyclingArguments:
     """Arguments of the study.
 
     Raises:
-        UserError: a number is out of its range, seeds repeat, or the tuning seed is a measured one.
+        UserError: a number is out of its range, seeds repeat, the tuning seed is a measured one, or one of two texts is
+            missing.
     """
 
     output: str | None = option(None, "folder of the study; runs/upcycling, with --quick runs/upcycling-quick")
+    arms: list[str] | None = option(
+        None, "names of arms to compare with plain (an unknown name prints all names); all if not given"
+    )
     seeds: list[int] = option([0, 1, 2, 3, 4], "seeds to measure")
     tuning_seed: int = option(100, "seed on which learning rates are chosen")
     learning_rates: list[float] = option(
@@ -27,6 +32,8 @@ class UpcyclingArguments:
     )
     parent_steps: int = option(400, "updates of each parent, 1,024 tokens each")
     steps: int = option(200, "updates of each run that continues a parent")
+    dataset: str = option("builtin", "text to train on: builtin, or files such as WikiText-2")
+    validation_dataset: str | None = option(None, "text to validate on, for other texts")
     quick: bool = option(False, "two seeds, few updates and one learning rate, whatever else is given")
     redraw: bool = option(False, "make only table and plot, from the record")
 
@@ -36,5 +43,11 @@ class UpcyclingArguments:
         self.output = self.output or ("runs/upcycling-quick" if self.quick else "runs/upcycling")
         check_seeds(self.seeds, self.tuning_seed)
         check_rates(self.learning_rates)
+        check_texts(self.dataset, self.validation_dataset)
         if self.parent_steps < 1 or self.steps < 2:
             raise UserError(f"parent_steps={self.parent_steps} must be 1 or more, and steps={self.steps} 2 or more")
+
+    @property
+    def texts(self) -> dict[str, Any]:
+        """The options of `dynattn pretrain` that name the texts."""
+        return text_options(self.dataset, self.validation_dataset)

@@ -8,8 +8,9 @@ from ...compare.job import choose_rates, measured_arms, measured_run, report_arm
 from ...compare.record import Record, make_record
 from ...compare.study_folder import claim
 from ...pretrain.same_texts import check_same_texts
+from ..study_runs import chosen, text_name
 from .arguments import UpcyclingArguments
-from .runs import ARMS, Runs
+from .runs import ARMS, COMPARED, Runs
 
 
 def run_study(arguments: UpcyclingArguments) -> str:
@@ -23,32 +24,37 @@ def run_study(arguments: UpcyclingArguments) -> str:
 
 
 def command_of(arguments: UpcyclingArguments) -> str:
-    """The command line that repeats the study, wherever its folder is."""
-    names = ("seeds", "tuning_seed", "learning_rates", "parent_steps", "steps")
-    return command_line("reproduce upcycling", {name: getattr(arguments, name) for name in names})
+    """The command line that repeats the study, wherever its folder and its texts are."""
+    names = ("seeds", "tuning_seed", "learning_rates", "parent_steps", "steps", "arms")
+    options = {name: getattr(arguments, name) for name in names}
+    texts = {name: text_name(text) for name, text in arguments.texts.items() if text != "builtin"}
+    return command_line("reproduce upcycling", {**options, **texts})
 
 
 def make_runs(arguments: UpcyclingArguments, output: Path) -> Record:
     """Trains what is missing and returns the record.
 
     Raises:
-        UserError: a rate is refused, the folder holds a study with other settings or texts, or a run failed.
+        UserError: an arm does not exist, a rate is refused, the folder holds a study with other settings or texts, or a
+            run failed.
     """
-    runs = Runs(output, arguments.parent_steps, arguments.steps)
-    planned = runs.planned((arguments.tuning_seed, *arguments.seeds), arguments.learning_rates)
+    runs = Runs(output, arguments)
+    arms = {name: ARMS[name] for name in ("plain", *chosen("arm", arguments.arms, COMPARED))}
+    planned = runs.planned(arms, (arguments.tuning_seed, *arguments.seeds), arguments.learning_rates)
     claim(output, runs.settings(), "upcycling study")
     check_same_texts(planned)
-    # Arms that compose share a learning rate.
+    # Arms that compose share a learning rate, and so do those that do not.
+    tuned = {name: "composed" if arm.composed else "plain" for name, arm in arms.items()}
     shared, tuning = choose_rates(
-        runs.continued, ("plain", "composed"), arguments.learning_rates, arguments.tuning_seed
+        runs.continued, dict.fromkeys(tuned.values()), arguments.learning_rates, arguments.tuning_seed
     )
-    rates = {name: shared["composed" if arm.composed else "plain"] for name, arm in ARMS.items()}
-    arms = measured_arms(runs.continued, rates, arguments.seeds)
+    rates = {name: shared[like] for name, like in tuned.items()}
+    measured = measured_arms(runs.continued, rates, arguments.seeds)
     parents = [measured_run(partial(runs.parent, seed)) for seed in arguments.seeds]
     record = make_record(
         {**runs.settings(), **tuning, "chosen": rates},
-        arms,
-        labels={name: arm.label for name, arm in ARMS.items()},
+        measured,
+        labels={name: arm.label for name, arm in arms.items()},
         parents=[parent for parent in parents if parent is not None],
     )
     return {**record, "command": command_of(arguments)}

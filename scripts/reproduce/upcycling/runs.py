@@ -3,7 +3,7 @@
 A run is a folder that `dynattn pretrain` or `dynattn convert` completes by a rename, so it is either whole or absent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -12,6 +12,9 @@ from typing import Any
 from ...compare.job import train_once
 from ...convert import NEOX, UpcycleArguments, upcycle_checkpoint
 from ...pretrain import PretrainArguments
+from ..study_runs import text_name
+from .arguments import UpcyclingArguments
+from .wider import widen_mlps
 
 MODEL = {
     "hidden_size": 128,
@@ -20,7 +23,7 @@ MODEL = {
     "intermediate_size": 512,
     "max_position_embeddings": 512,
 }
-COMMON: dict[str, Any] = {"dataset": "builtin", "sequence_length": 128, "batch_size": 8, "keep_checkpoints": 1}
+COMMON: dict[str, Any] = {"sequence_length": 128, "batch_size": 8, "keep_checkpoints": 1}
 PARENT: dict[str, Any] = {"model_type": "gpt_neox", "vocab_size": 2048, "learning_rate": 2e-3}
 # The share of warm-up in the updates is 1 / WARMUP. In the arm that freezes the parent's weights at first, the share of
 # updates with frozen weights is 1 / FROZEN.
@@ -34,22 +37,28 @@ class Arm:
 
     Attributes:
         composed: whether the model composes its heads.
+        is_wide: whether the MLPs are wider, so that the model has about as many parameters as one that composes.
         rate_ratio: the learning rate of the composition over that of the parent's weights.
         frozen_first: whether the parent's weights are frozen at first.
     """
 
     label: str
     composed: bool = False
-    rate_ratio: int = 1
+    is_wide: bool = False
+    rate_ratio: float = 1
     frozen_first: bool = False
 
 
 ARMS = {
     "plain": Arm("plain"),
+    "wide": Arm("plain, wider MLP", is_wide=True),
     "composed": Arm("composed", composed=True),
+    "slow": Arm("composed, composition a tenth as fast", composed=True, rate_ratio=0.1),
     "fast": Arm("composed, composition 3 x as fast", composed=True, rate_ratio=3),
     "frozen_first": Arm("composed, parent frozen first", composed=True, frozen_first=True),
 }
+# Those that are compared with the plain arm.
+COMPARED = {name: arm for name, arm in ARMS.items() if name != "plain"}
 
 
 @dataclass(frozen=True)
@@ -58,12 +67,11 @@ class Runs:
 
     Attributes:
         output: the folder of the study.
-        parent_steps, steps: updates of a parent, and of each run that continues one.
+        arguments: the text, and how many updates a parent gets, and each run that continues one.
     """
 
     output: Path
-    parent_steps: int
-    steps: int
+    arguments: UpcyclingArguments
 
     def parent(self, seed: int) -> Path:
         """A GPT-NeoX from scratch; `seed` decides its initial weights and the order of the data."""
@@ -72,24 +80,27 @@ class Runs:
     def continued(self, seed: int, name: str, rate: float) -> Path:
         """The parent of `seed`, trained further as the arm `name`; all arms read the same tokens in the same order."""
         self.parent(seed)
-        if ARMS[name].composed:
+        if ARMS[name].composed or ARMS[name].is_wide:
             self._upcycle(seed)
+        if ARMS[name].is_wide:
+            self._widen(seed)
         return train_once(self._continuing(seed, name, rate))
 
-    def planned(self, seeds: Sequence[int], rates: Sequence[float]) -> list[PretrainArguments]:
+    def planned(self, arms: Iterable[str], seeds: Sequence[int], rates: Sequence[float]) -> list[PretrainArguments]:
         """The runs from which a study may be made: parents, and each arm with each learning rate.
 
         Raises:
             UserError: a learning rate is refused.
         """
         parents = [self._pretraining(seed) for seed in seeds]
-        return parents + [self._continuing(*cell) for cell in product(seeds, ARMS, rates)]
+        return parents + [self._continuing(*cell) for cell in product(seeds, arms, rates)]
 
     def settings(self) -> dict[str, Any]:
         """What all runs have in common, for the record."""
-        lengths = {"parent_steps": self.parent_steps, "steps": self.steps}
+        lengths = {"parent_steps": self.arguments.parent_steps, "steps": self.arguments.steps}
         shares = {"warmup_share": 1 / WARMUP, "frozen_share": 1 / FROZEN}
-        return {**lengths, **shares, "model": MODEL, "parent": PARENT, "common": COMMON}
+        texts = {name: text_name(text) for name, text in self.arguments.texts.items()}
+        return {**lengths, **shares, "model": MODEL, "parent": PARENT, "common": {**texts, **COMMON}}
 
     def _upcycle(self, seed: int) -> None:
         """Converts the parent to a DCPythia; the conversion checks that both have the same logits."""
@@ -97,19 +108,24 @@ class Runs:
         if not folder.exists():
             upcycle_checkpoint(UpcycleArguments(source=str(source), destination=str(folder), seed=seed), NEOX)
 
+    def _widen(self, seed: int) -> None:
+        """Gives the parent as many parameters as the DCPythia that it was converted to, with the same logits."""
+        if not (folder := self._widened(seed)).exists():
+            widen_mlps(self._parent_model(seed), folder, like=self._upcycled(seed), seed=seed)
+
     def _pretraining(self, seed: int) -> PretrainArguments:
-        return self._options(seed, "parent", self.parent_steps, model_config=MODEL, **PARENT)
+        return self._options(seed, "parent", self.arguments.parent_steps, model_config=MODEL, **PARENT)
 
     def _continuing(self, seed: int, name: str, rate: float) -> PretrainArguments:
-        arm = ARMS[name]
+        arm, steps = ARMS[name], self.arguments.steps
         return self._options(
             seed,
             f"{name}-{rate:g}",
-            self.steps,
-            init_from=str(self._upcycled(seed) if arm.composed else self._parent_model(seed)),
+            steps,
+            init_from=str(self._start(seed, arm)),
             learning_rate=rate,
             composition_learning_rate=None if arm.rate_ratio == 1 else arm.rate_ratio * rate,
-            freeze_parent_steps=-(-self.steps // FROZEN) if arm.frozen_first else 0,
+            freeze_parent_steps=-(-steps // FROZEN) if arm.frozen_first else 0,
         )
 
     def _options(self, seed: int, name: str, steps: int, **options: Any) -> PretrainArguments:
@@ -121,13 +137,22 @@ class Runs:
             "save_every": every,
         }
         output = str(self._folder(seed, name))
-        return PretrainArguments(output=output, seed=seed, **lengths, **COMMON, **options)
+        return PretrainArguments(output=output, seed=seed, **lengths, **COMMON, **self.arguments.texts, **options)
+
+    def _start(self, seed: int, arm: Arm) -> Path:
+        """The folder of the model that an arm continues."""
+        if arm.composed:
+            return self._upcycled(seed)
+        return self._widened(seed) if arm.is_wide else self._parent_model(seed)
 
     def _parent_model(self, seed: int) -> Path:
         return self._folder(seed, "parent") / "model"
 
     def _upcycled(self, seed: int) -> Path:
         return self._folder(seed, "upcycled")
+
+    def _widened(self, seed: int) -> Path:
+        return self._folder(seed, "widened")
 
     def _folder(self, seed: int, name: str) -> Path:
         return self.output / f"seed-{seed}" / name

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cases.studies import pretend_to_train, record_training
 from safetensors.torch import load_file
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
@@ -17,6 +19,7 @@ from dynattn.scripts.compare.study_folder import claim, draw
 from dynattn.scripts.compare.table import table
 from dynattn.scripts.reproduce.upcycling import runs as upcycling_runs
 from dynattn.scripts.reproduce.upcycling.arguments import UpcyclingArguments
+from dynattn.scripts.reproduce.upcycling.wider import widen_mlps
 
 TINY = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
@@ -78,6 +81,7 @@ def test_table_and_plot_are_made_again_from_the_record_alone(record: dict[str, A
         ({"learning_rates": [1e-3, 0.0]}, "must be one or more positive numbers"),
         ({"learning_rates": [1e-3, float("inf")]}, "must be one or more positive numbers"),
         ({"steps": 1}, "steps=1 2 or more"),
+        ({"dataset": "text.txt"}, "dataset=text.txt and validation_dataset=None: give both, or neither"),
         ({"redraw": True, "output": "nowhere"}, "nowhere holds no record.json"),
     ],
 )
@@ -93,6 +97,30 @@ def test_a_rate_that_one_arm_refuses_is_told_before_the_first_run(tmp_path: Path
     assert cli.main(["reproduce", "upcycling", *options]) == 2
     assert "times the learning rate 12.0 must be below 1" in capsys.readouterr().err
     assert not (tmp_path / "study").exists()
+
+
+def test_an_arm_that_does_not_exist_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    command = ["reproduce", "upcycling", "--output", str(tmp_path / "study"), "--arms", "slower"]
+    assert cli.main(command) == 2
+    assert "['slower'] do not exist; choose from wide, composed, slow" in capsys.readouterr().err
+    assert not (tmp_path / "study").exists()
+
+
+def test_only_the_arms_that_are_named_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Composition's learning rate is chosen by the composed arm, which is not measured."""
+    trained = pretend_to_train(monkeypatch, [])
+    monkeypatch.setattr(upcycling_runs, "upcycle_checkpoint", lambda arguments, family: None)
+    command = ["reproduce", "upcycling", "--output", str(tmp_path), "--learning_rates", "1e-3", "2e-3"]
+    assert cli.main([*command, "--seeds", "0", "1", "--arms", "slow"]) == 0
+    tuning = [
+        f"seed-100/{name}" for name in ("parent", *(f"{a}-0.00{n}" for a in ("plain", "composed") for n in (1, 2)))
+    ]
+    assert sorted(trained[:5]) == sorted(tuning)
+    assert {name.rpartition("-")[0] for name in trained[5:] if "parent" not in name} == {
+        f"seed-{seed}/{arm}" for seed in (0, 1) for arm in ("plain", "slow")
+    }
+    command_told = json.loads((tmp_path / "record.json").read_text())["command"]
+    assert command_told.endswith("--arms slow")
 
 
 def test_quick_has_its_own_folder():
@@ -115,12 +143,11 @@ def test_a_folder_belongs_to_one_study(tmp_path: Path):
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Shrinks the study's model and data; the list names every run that is trained."""
-    text = tmp_path / "text.jsonl"
-    text.write_text("\n".join(json.dumps({"text": f"The number {n} comes before {n + 1}. " * 5}) for n in range(99)))
-
+    """Shrinks the study's model, and writes small texts; the list names every run that is trained."""
+    for name, numbers in (("text.jsonl", range(99)), ("held_out.jsonl", range(99, 110))):
+        documents = [{"text": f"The number {n} comes before {n + 1}. " * 5} for n in numbers]
+        (tmp_path / name).write_text("\n".join(map(json.dumps, documents)))
     monkeypatch.setattr(upcycling_runs, "MODEL", TINY)
-    monkeypatch.setattr(upcycling_runs, "COMMON", {**upcycling_runs.COMMON, "dataset": str(text)})
     monkeypatch.setattr(upcycling_runs, "PARENT", {**upcycling_runs.PARENT, "vocab_size": 300})
     return record_training(monkeypatch)
 
@@ -131,29 +158,47 @@ def test_a_run_that_diverges_does_not_stop_the_study(
     """Of a parent that diverges there are no arms."""
     trained = pretend_to_train(monkeypatch, ["seed-0/fast-0.002", "seed-2/parent"])
     monkeypatch.setattr(upcycling_runs, "upcycle_checkpoint", lambda arguments, family: None)
+    monkeypatch.setattr(upcycling_runs, "widen_mlps", lambda *folders, **options: None)
     command = ["reproduce", "upcycling", "--output", str(tmp_path), "--learning_rates", "2e-3"]
     for _ in range(2):
         assert cli.main([*command, "--seeds", "0", "1", "2", "3"]) == 0
         told = capsys.readouterr().out
         assert "plain diverged on seed 2, of which there is no comparison." in told
         assert "composed, composition 3 x as fast diverged on seeds 0, 2; the comparison is of seeds 1, 3." in told
-    assert len(trained) == len(set(trained)) == 4 + 3 * 4
+    assert len(trained) == len(set(trained)) == 4 + 3 * 6
+
+
+def test_a_parent_with_wider_mlps_has_the_same_logits_and_learns_with_all_of_them(tmp_path: Path):
+    torch.manual_seed(0)
+    plain, like = (GPTNeoXConfig(vocab_size=40, **{**TINY, "intermediate_size": width}) for width in (32, 45))
+    models = {name: GPTNeoXForCausalLM(config) for name, config in (("plain", plain), ("like", like))}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    widen_mlps(tmp_path / "plain", tmp_path / "wide", like=tmp_path / "like", seed=1)
+    wide = GPTNeoXForCausalLM.from_pretrained(tmp_path / "wide")
+    assert wide.num_parameters() == models["like"].num_parameters()
+    tokens = torch.randint(40, (2, 9))
+    torch.testing.assert_close(wide(tokens).logits, models["plain"](tokens).logits)
+    wide(tokens, labels=tokens).loss.backward()
+    read = wide.gpt_neox.layers[0].mlp.dense_4h_to_h.weight.grad
+    assert read.abs().sum(dim=0).min() > 0, "each new hidden unit has a gradient"
 
 
 @pytest.mark.slow
 def test_a_tiny_study_is_interrupted_continued_and_extended(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    command = ["reproduce", "upcycling", "--output", str(tmp_path / "study"), *OPTIONS, "--seeds", "0", "1"]
+    texts = ["--dataset", str(tmp_path / "text.jsonl"), "--validation_dataset", str(tmp_path / "held_out.jsonl")]
+    command = ["reproduce", "upcycling", "--output", str(tmp_path / "study"), *OPTIONS, "--seeds", "0", "1", *texts]
     with monkeypatch.context() as patch:
         patch.setattr(upcycling_runs, "upcycle_checkpoint", interrupted)
         assert cli.main(command) == 128 + signal.SIGINT
     assert tiny == ["seed-100/parent", "seed-100/plain-0.01", "seed-100/plain-0.02"]
     assert cli.main(command) == 0
     record = json.loads((tmp_path / "study" / "record.json").read_text())
-    assert len(tiny) == len(set(tiny)) == 3 + 2 + 2 * 5
+    assert len(tiny) == len(set(tiny)) == 3 + 2 + 2 * 7
     assert cli.main(command) == 0
-    assert len(tiny) == 15
+    assert len(tiny) == 19
     check_record(record, tmp_path / "study")
 
 
@@ -166,19 +211,23 @@ def check_record(record: dict[str, Any], folder: Path) -> None:
     chosen, losses = record["settings"]["chosen"], record["settings"]["tuning_losses"]
     for name in ("plain", "composed"):
         assert losses[name][f"{chosen[name]:g}"] == min(losses[name].values())
-    assert chosen["frozen_first"] == chosen["fast"] == chosen["composed"]
-    assert [run["composition_learning_rate"] for run in arms["fast"]] == [3 * chosen["composed"]] * 2
+    assert chosen["wide"] == chosen["plain"]
+    assert chosen["frozen_first"] == chosen["fast"] == chosen["slow"] == chosen["composed"]
+    for name, ratio in (("slow", 0.1), ("fast", 3)):
+        assert [run["composition_learning_rate"] for run in arms[name]] == [ratio * chosen["composed"]] * 2
     for runs in (record["parents"], *arms.values()):
         assert [run["seed"] for run in runs] == [0, 1]
         assert {run["tokens"] for run in runs} == {3 * 1024}
         assert len({run["validation"][-1]["loss"] for run in runs}) == 2
-    assert arms["plain"][0]["parameters"] < arms["composed"][0]["parameters"]
+    plain, wide, composed = (arms[name][0]["parameters"] for name in ("plain", "wide", "composed"))
+    assert plain < composed
+    assert wide == pytest.approx(composed, abs=TINY["hidden_size"] + 1)
     assert [run["freeze_parent_steps"] for run in arms["frozen_first"]] == [1, 1]
     assert arms["frozen_first"][0]["validation"] != arms["composed"][0]["validation"]
     shared = load_file(folder / "seed-0" / "parent" / "model" / "model.safetensors")["gpt_neox.embed_in.weight"]
     start = load_file(folder / "seed-0" / "upcycled" / "model.safetensors")["model.embed_tokens.weight"]
     assert shared.equal(start)
     assert record["command"] == "dynattn reproduce upcycling --seeds 0 1 --tuning_seed 100 " + (
-        "--learning_rates 0.01 0.02 --parent_steps 3 --steps 3"
+        "--learning_rates 0.01 0.02 --parent_steps 3 --steps 3 --dataset text.jsonl --validation_dataset held_out.jsonl"
     )
     assert len(record["versions"]) == len(record["hardware"]) == len(record["validation_targets"]) == 1
