@@ -7,6 +7,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from ...common.checkpoint_files import TOKENIZER_PATTERNS, matching_files
+from ...common.checkpoint_loading import highest_id
 from ...common.errors import last_line
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -36,5 +37,5 @@ def adopt_special_tokens(config: PreTrainedConfig, folder: Path) -> Iterator[str
     for name in SPECIAL_TOKENS:
         if getattr(config, name) is None:
             setattr(config, name, getattr(tokenizer, name))
-    if len(tokenizer) > config.vocab_size:
-        yield f"the tokenizer has {len(tokenizer)} tokens but the model embeds {config.vocab_size}"
+    if (highest := highest_id(tokenizer)) >= config.vocab_size:
+        yield f"the tokenizer has ids up to {highest} but the model embeds {config.vocab_size}"
