@@ -19,7 +19,8 @@ CONVERSIONS = CommandTable(
         "gpt2": ("dynattn.scripts.convert.upcycle.main:gpt2", "GPT-2 to DCPythia, same outputs"),
         "llama": (
             "dynattn.scripts.convert.upcycle.main:llama",
-            "Llama, Mistral, Phi-3, Phi-4, Qwen2, Qwen3 or SmolLM3 to DCFormer, same outputs",
+            "Llama, CWM, EXAONE 4, InternLM3, IQuest-Coder, Ministral, Mistral, Phi-3, Phi-4, Qwen2, Qwen3, Seed-OSS "
+            "or SmolLM3 to DCFormer, same outputs",
         ),
         "olmo": ("dynattn.scripts.convert.upcycle.main:olmo", "OLMo 2 or OLMo 3 to DCFormer, same outputs"),
         "modernbert": ("dynattn.scripts.convert.upcycle.main:modernbert", "ModernBERT to DCModernBert, same outputs"),

@@ -1,4 +1,4 @@
-"""With composition off a DCFormer is a Llama, Qwen3, SmolLM3 or OLMo 3, and a DCPythia a GPT-NeoX: the same logits."""
+"""With composition off a DCFormer has the logits of Llama and of models like it, and a DCPythia those of GPT-NeoX."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    Exaone4Config,
+    Exaone4ForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -67,6 +69,18 @@ PARENTS: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
         SmolLM3ForCausalLM,
         {"no_rope_layers": [1, 0, 1], "pad_token_id": None, "tie_word_embeddings": False, "rope_parameters": ROPE},
         {"no_rope_layers": [1, 0, 1], "sliding_window": None, "rope_parameters": ROPE},
+    ),
+    "exaone4": (
+        Exaone4Config,
+        Exaone4ForCausalLM,
+        {"head_dim": 16, "sliding_window": 7, "layer_types": SLIDING, "rope_parameters": ROPE},
+        {
+            "sliding_window": 7,
+            "layer_types": SLIDING,
+            "rope_parameters": ROPE,
+            "norm_placement": "output",
+            "no_rope_layers": [0, 1, 1],
+        },
     ),
     "olmo3": (
         Olmo3Config,
@@ -135,7 +149,7 @@ def make_pair(name: str, implementation: str) -> tuple[PreTrainedModel, PreTrain
         return make_neox_pair(name, implementation)
     config_class, model_class, theirs, ours = PARENTS[name]
     parent = model_class(config_class(**SHARED, **theirs, attn_implementation=implementation)).eval()
-    qk_norm = {"use_qk_norm": name.startswith(("qwen3", "olmo3")), "qk_norm_eps": SHARED["rms_norm_eps"]}
+    qk_norm = {"use_qk_norm": name.startswith(("qwen3", "exaone4", "olmo3")), "qk_norm_eps": SHARED["rms_norm_eps"]}
     off = {"compose_pre": False, "compose_post": False}
     config = DCFormerConfig(**{**SHARED, **ours, **qk_norm, **off}, attn_implementation=implementation)
     model = DCFormerForCausalLM(config).eval()
@@ -175,7 +189,7 @@ def padding_mask(pads: list[int], side: str) -> Tensor:
     return torch.stack(rows).long()
 
 
-@pytest.mark.parametrize("name", ["qwen3-sliding", "olmo3"])
+@pytest.mark.parametrize("name", ["qwen3-sliding", "exaone4", "olmo3"])
 def test_same_gradients(name: str) -> None:
     parent, model = make_pair(name, "eager")
     ids = torch.randint(0, 101, (2, 20))

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 # the factors of a composition, and of whole layers.
 NAMES = (
     *("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"),
-    *("hidden_dropout", "activation_dropout", "resid_pdrop", "embd_pdrop"),
+    *("hidden_dropout", "activation_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"),
     *("compose_dropout", "encoder_layerdrop", "decoder_layerdrop"),
 )
 # Names of BART and of vision transformers, by ours.

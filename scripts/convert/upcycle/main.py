@@ -35,7 +35,11 @@ def main(kind: str, parent: str, what: str, argv: Sequence[str]) -> int:
 
 bart = partial(main, "bart", "BART_MARIAN", "a BART or Marian into a DCBart")
 gpt2 = partial(main, "gpt2", "GPT2", "a GPT-2 into a DCPythia")
-llama = partial(main, "llama", "LLAMA", "a Llama, Mistral, Phi-3, Phi-4, Qwen2, Qwen3 or SmolLM3 into a DCFormer")
+LLAMAS = (
+    "a Llama, CWM, EXAONE 4, InternLM3, IQuest-Coder, Ministral, Mistral, Phi-3, Phi-4, Qwen2, Qwen3, Seed-OSS or\n"
+    "SmolLM3 into a DCFormer"
+)
+llama = partial(main, "llama", "LLAMA", LLAMAS)
 modernbert = partial(main, "modernbert", "MODERNBERT", "a ModernBERT into a DCModernBert")
 olmo = partial(main, "olmo", "OLMO", "an OLMo 2 or OLMo 3 into a DCFormer")
 pythia = partial(main, "pythia", "NEOX", "a Pythia, or any GPT-NeoX, into a DCPythia")

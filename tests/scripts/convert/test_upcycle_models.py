@@ -6,15 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from cases.checkpoints import assert_same_weights, convert_well, save_tokenizer, weights_of
+import transformers
+from cases.checkpoints import assert_same_weights, convert_well, edit_config, save_tokenizer, weights_of
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    CwmConfig,
+    Exaone4Config,
     GenerationConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
@@ -23,6 +27,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -41,6 +46,8 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0
 PHI3 = {"pad_token_id": 0, "eos_token_id": 1}
 PADDED, NOPE = {"pad_token_id": 0}, {"no_rope_layer_interval": 2}
 SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOWS = {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 9}
+CWM = {**WINDOWS, "bos_token_id": 1, "eos_token_id": 2}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 BY_TYPE = {SLIDING: {"rope_type": "default", "rope_theta": 500.0}, FULL: YARN}
 
@@ -92,6 +99,12 @@ PARENTS: dict[str, PreTrainedConfig] = {
     "llama-bias-tied": llama(LlamaConfig, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "llama-12-heads": llama(LlamaConfig, hidden_size=96, num_attention_heads=12, num_key_value_heads=12),
     "llama-8x256": llama(LlamaConfig, head_dim=256),
+    "cwm": llama(CwmConfig, rope_parameters=LLAMA3, head_dim=24, **CWM),
+    "cwm-bias-tied": llama(CwmConfig, mlp_bias=True, tie_word_embeddings=True, **{**CWM, "layer_types": [SLIDING] * 3}),
+    "exaone4": llama(Exaone4Config, **WINDOWS, rms_norm_eps=1e-4, head_dim=24),
+    "exaone4-full": llama(Exaone4Config, layer_types=[FULL] * 3, sliding_window=None, tie_word_embeddings=True),
+    "ministral": llama(MinistralConfig, **WINDOWS, head_dim=24, rms_norm_eps=1e-4),
+    "ministral-scaled": llama(MinistralConfig, rope_parameters=LLAMA3, head_dim=8, eos_token_id=None, **WINDOWS),
     "mistral": llama(MistralConfig, sliding_window=9),
     "mistral-full": llama(MistralConfig, sliding_window=None, head_dim=24),
     "phi3": llama(Phi3Config, rope_parameters=PARTLY, sliding_window=9, tie_word_embeddings=True, **PHI3),
@@ -100,12 +113,18 @@ PARENTS: dict[str, PreTrainedConfig] = {
     "qwen2-sliding": llama(Qwen2Config, head_dim=24, use_sliding_window=True, sliding_window=7, max_window_layers=1),
     "qwen3": llama(Qwen3Config, head_dim=24, tie_word_embeddings=True),
     "qwen3-sliding": llama(Qwen3Config, head_dim=16, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    "seed_oss": llama(SeedOssConfig, head_dim=24, rms_norm_eps=1e-4),
+    "seed_oss-bias": llama(SeedOssConfig, attention_bias=False, attention_out_bias=True, mlp_bias=True),
     "smollm3": llama(SmolLM3Config, no_rope_layers=[1, 0, 1, 0], attention_bias=True, mlp_bias=True, **PADDED),
     "smollm3-sliding": llama(SmolLM3Config, head_dim=24, use_sliding_window=True, sliding_window=7, **NOPE, **PADDED),
     "olmo2": llama(Olmo2Config, attention_bias=True, head_dim=24, rms_norm_eps=1e-4),
     "olmo2-tied": llama(Olmo2Config, rope_parameters=LLAMA3, tie_word_embeddings=True),
     "olmo3": llama(Olmo3Config, layer_types=[SLIDING, SLIDING, FULL], sliding_window=7, rope_parameters=BY_TYPE),
 }
+# Newer than the oldest Transformers that the project supports, and of Llama's class.
+for name in ("InternLM3", "IQuestCoder"):
+    if hasattr(transformers, f"{name}Config"):
+        PARENTS[name.lower()] = llama(getattr(transformers, f"{name}Config"), head_dim=24, rms_norm_eps=1e-4)
 # Parents that project queries, keys and values at once, and may round in another order.
 JOINED = ("neox", "gpt2", "phi3")
 # Parents whose sizes alone differ from those of the fast tests.
@@ -240,12 +259,41 @@ def test_original_gpt2_files_lack_the_prefix_and_store_masks(
     torch.testing.assert_close(load(tmp_path / "ours")(ids).logits, parent(ids).logits)
 
 
+@pytest.mark.parametrize(
+    ("config", "goes_back_as"),
+    [
+        (llama(Phi3Config, **PHI3), LlamaConfig),
+        (llama(SeedOssConfig, head_dim=8), Qwen2Config),
+        (llama(CwmConfig, rope_parameters={"rope_theta": 500.0}, head_dim=8, **CWM), MinistralConfig),
+        (llama(MinistralConfig, head_dim=8), MistralConfig),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
 @torch.no_grad()
-def test_a_phi3_that_rotates_whole_heads_goes_back_as_a_llama(tmp_path: Path) -> None:
-    parent = save_parent(tmp_path / "parent", llama(Phi3Config, **PHI3))
+def test_a_model_that_another_type_computes_may_go_back_as_that(
+    config: PreTrainedConfig, goes_back_as: type[PreTrainedConfig], tmp_path: Path
+) -> None:
+    parent = save_parent(tmp_path / "parent", config)
     convert_well("llama", tmp_path / "parent", tmp_path / "ours", "--no-verify")
     convert_well("llama", tmp_path / "ours", tmp_path / "back", "--reverse", "--no-verify")
     back = load(tmp_path / "back")
-    assert isinstance(back.config, LlamaConfig)
+    assert isinstance(back.config, goes_back_as)
     ids = torch.randint(0, ROWS, (2, 40))
     torch.testing.assert_close(back(ids).logits, parent(ids).logits)
+
+
+def test_a_mistral_with_layer_types_is_a_ministral(tmp_path: Path) -> None:
+    parent = save_parent(tmp_path / "parent", llama(MinistralConfig, head_dim=8, **WINDOWS))
+    edit_config(tmp_path / "parent", model_type="mistral", architectures=["MistralForCausalLM"])
+    convert_well("llama", tmp_path / "parent", tmp_path / "ours")
+    ids = torch.randint(0, ROWS, (2, 40))
+    assert torch.equal(load(tmp_path / "ours")(ids).logits, parent(ids).logits)
+
+
+def test_a_restored_seed_oss_has_no_dropout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_parent(tmp_path / "parent", PARENTS["seed_oss"])
+    convert_well("llama", tmp_path / "parent", tmp_path / "ours", "--no-verify")
+    assert "residual_dropout 0.1 is not kept" in capsys.readouterr().err
+    convert_well("llama", tmp_path / "ours", tmp_path / "back", "--reverse", "--no-verify")
+    config = load(tmp_path / "back").config
+    assert config.attention_dropout == config.residual_dropout == 0

@@ -17,6 +17,9 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     Qwen3Config,
 )
@@ -32,6 +35,7 @@ NEOX: dict[str, Any] = {
     "max_position_embeddings": 128,
     "initializer_range": 0.1,
 }
+MIXED = ["sliding_attention", "full_attention"]
 PARTLY = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 
@@ -167,7 +171,7 @@ def test_options_that_make_no_sense(
 
 def test_sources_of_the_wrong_kind(parent: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours = parent.with_name("ours")
-    assert "only llama, mistral, phi3, qwen2, qwen3, smollm3 can" in refusal(capsys, "llama", parent, ours)
+    assert "qwen2, qwen3, seed_oss, smollm3 can be converted here" in refusal(capsys, "llama", parent, ours)
     assert "does not exist" in refusal(capsys, "pythia", parent.with_name("nowhere"), ours)
     assert "the Hub did not give it" in refusal(capsys, "pythia", "nobody/nothing", ours, "--revision", "step3000")
     parent.with_name("empty").mkdir()
@@ -317,15 +321,21 @@ def test_of_a_name_on_the_hub_only_the_weights_that_are_read_are_downloaded(
         ({"mgate_dim": 4}, "mgate_dim is 4"),
         ({"position_scheme": "none"}, "position_scheme is 'none'"),
         ({"position_gain": "bucket"}, "position_gain is 'bucket'"),
-        ({"rope_parameters": {"rope_type": "power", "power_factor": 0.5}}, "Qwen3 or SmolLM3 models have one set"),
+        ({"rope_parameters": {"rope_type": "power", "power_factor": 0.5}}, "Seed-OSS or SmolLM3 models have one set"),
         ({"use_qk_norm": True, "mlp_bias": True}, "mlp_bias is True, but Qwen3 models"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "but Mistral models can only have"),
+        ({"layer_types": MIXED, "attention_bias": True}, "attention_bias is True, but Ministral models"),
+        ({"layer_types": MIXED, "mlp_bias": True}, "mlp_bias is True, but Ministral models"),
+        ({"layer_types": ["sliding_attention"] * 2, "mlp_bias": True}, "mlp_bias is True, but Mistral models"),
+        ({"layer_types": MIXED, "rope_parameters": PARTLY}, "but Phi-3 models can only have"),
         ({"attention_scaling": 0.5}, "attention_scaling is 0.5"),
-        ({"attention_output_bias": True}, "attention_output_bias is True"),
+        ({"attention_output_bias": True, "use_qk_norm": True}, "attention_output_bias is True"),
         ({"use_qk_norm": True, "qk_norm_type": "layer_norm"}, "qk_norm_type is 'layer_norm'"),
         ({"rope_parameters": PARTLY, "head_dim": 32}, "head_dim is 32, but Phi-3 models"),
         ({"rope_parameters": PARTLY, "attention_bias": True}, "attention_bias is True, but Phi-3 models"),
-        ({"norm_placement": "output"}, "norm_placement is 'output', but Llama, Mistral"),
+        ({"norm_placement": "output"}, "use_qk_norm is False, but EXAONE 4 models"),
+        ({"norm_placement": "output", "use_qk_norm": True, "mlp_bias": True}, "mlp_bias is True, but EXAONE 4 models"),
+        ({"norm_placement": "output", "use_qk_norm": True, "no_rope_layers": [0, 0]}, "no_rope_layers is [0, 0]"),
+        ({"norm_placement": "output", "use_qk_norm": True, "layer_types": MIXED}, "can only have [1, 0]"),
         ({"use_qk_norm": True, "qk_norm_type": "joint_rms_norm"}, "qk_norm_type is 'joint_rms_norm'"),
         ({"no_rope_layers": [1, 0], "use_qk_norm": True}, "use_qk_norm is True, but SmolLM3 models"),
         ({"no_rope_layers": [1, 0], "rope_parameters": PARTLY}, "no_rope_layers is [1, 0], but Phi-3 models"),
@@ -402,6 +412,27 @@ def test_a_share_of_rotation_that_llama_ignores_is_dropped(tmp_path: Path) -> No
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     parent = save(tmp_path / "parent", LlamaConfig(**NEOX, rope_parameters=rope))
     assert convert("llama", parent, tmp_path / "ours") == 0  # the logits were compared
+
+
+@pytest.mark.parametrize(
+    ("kind", "config_class", "name", "value"),
+    [
+        ("llama", LlamaConfig, "sliding_window", 4096),
+        ("llama", LlamaConfig, "no_rope_layers", [1, 0]),
+        ("llama", MistralConfig, "attention_bias", True),
+        ("llama", Phi3Config, "mlp_bias", True),
+        ("olmo", Olmo2Config, "sliding_window", 4096),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_fields_that_the_code_of_the_parent_does_not_read_are_not_obeyed(
+    kind: str, config_class: type[PreTrainedConfig], name: str, value: Any, tmp_path: Path
+) -> None:
+    fields = {**NEOX, "num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 1}
+    parent = save(tmp_path / "parent", config_class(**fields, **{name: value}))
+    assert convert(kind, parent, tmp_path / "ours") == 0  # the logits were compared
+    config = DCFormerConfig.from_pretrained(tmp_path / "ours")
+    assert getattr(config, name) != value
 
 
 def test_dropout_that_the_way_back_does_not_keep_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,12 +31,11 @@ SHARED = (
     *("use_cache", "tie_word_embeddings", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
 # Fields that only some of them have, and what the code of the others does, unless the table says something else.
-ABSENT = {
+ABSENT: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
     "use_qk_norm": False,
     "no_rope_layers": None,
-    "sliding_window": None,
 }
 LAYER = "model.layers.{layer}."
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -53,6 +52,7 @@ class LlamaLike:
         fixed: fields of ours that it has no field for, and the values that its code gives them.
         more: returns further fields of its own for a configuration of ours.
         turns_parts: whether it reads `partial_rotary_factor`.
+        also: other model types with the same fields, whose models are of the same class.
     """
 
     name: str
@@ -61,6 +61,12 @@ class LlamaLike:
     fixed: Callable[[Any], dict[str, Any]] = lambda _: {}
     more: Callable[[Any], dict[str, Any]] = lambda _: {}
     turns_parts: bool = False
+    also: tuple[str, ...] = ()
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """The model types in `config.json` that this row reads."""
+        return (self.config_class.model_type, *self.also)
 
     def has(self, name: str) -> bool:
         """Whether its configuration has a field."""
@@ -72,32 +78,38 @@ class LlamaFamily:
     """The model types of one conversion.
 
     Args:
-        name: what messages call all of them.
         fixed: fields of ours, and the values that the code of every type gives them.
         models: the rows, in the order in which `takes` is asked.
         nested_rope: whether layer types may have rotary parameters of their own.
     """
 
-    name: str
     fixed: dict[str, Any]
     models: tuple[LlamaLike, ...]
     nested_rope: bool = False
 
+    @property
+    def name(self) -> str:
+        """What messages call all of them."""
+        *names, last = sorted({model.name for model in self.models})
+        return f"{', '.join(names)} or {last}" if names else last
+
     def parent(self) -> Parent:
         """The conversion."""
-        model_types = sorted(model.config_class.model_type for model in self.models)
+        model_types = sorted(name for model in self.models for name in model.model_types)
         return Parent(tuple(model_types), "dcformer", self.to_fields, self.restore, weight_map)
 
     def to_fields(self, config: Any) -> dict[str, Any]:
         """Our fields for the same model."""
-        model = next(model for model in self.models if model.config_class.model_type == config.model_type)
-        rope, read = config.rope_parameters, ("attention_bias", "mlp_bias", "sliding_window")
-        own = {**ABSENT, **{name: getattr(config, name, ABSENT[name]) for name in read}}
-        own |= {"no_rope_layers": _no_rope_layers(config), **self.fixed, **model.fixed(config)}
+        model = next(model for model in self.models if config.model_type in model.model_types)
+        # A field that is in `config.json` alone is an attribute, too, but its code does not read it.
+        absent = {**ABSENT, "sliding_window": None}
+        own = {name: getattr(config, name) if model.has(name) else value for name, value in absent.items()}
+        own |= {"no_rope_layers": _rotating_layers(own["no_rope_layers"], config.num_hidden_layers)}
+        own |= self.fixed | model.fixed(config)
         kind = "full_attention" if own["sliding_window"] is None else "sliding_attention"
         return {
             **shared_fields(config, SHARED),
-            "rope_parameters": rope if model.turns_parts else obeyed_rope(rope),
+            "rope_parameters": config.rope_parameters if model.turns_parts else obeyed_rope(config.rope_parameters),
             "layer_types": list(config.layer_types) if model.has("layer_types") else [kind] * config.num_hidden_layers,
             "qk_norm_eps": config.rms_norm_eps,
             **own,
@@ -128,9 +140,7 @@ class LlamaFamily:
         absent = {
             name: value for name, value in {"layer_types": uniform, **ABSENT, **eps}.items() if not model.has(name)
         }
-        needed = {**absent, **fixed}
-        needed.pop("sliding_window", None)  # which only matters where layers slide
-        require_fields(config, needed, model.name)
+        require_fields(config, {**absent, **fixed}, model.name)
 
 
 def _own_fields(config: Any, model: LlamaLike) -> dict[str, Any]:
@@ -148,10 +158,10 @@ def turns_parts(config: Any) -> bool:
     return (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0
 
 
-def _no_rope_layers(config: Any) -> list[int] | None:
-    """Which layers of a SmolLM3 rotate, or None if all do; its list may be longer than the model."""
-    rotates = list(map(int, getattr(config, "no_rope_layers", ())[: config.num_hidden_layers]))
-    return None if all(rotates) else rotates
+def _rotating_layers(rotates: list[int] | None, layers: int) -> list[int] | None:
+    """A SmolLM3's list of which layers rotate, which may be longer than the model; None if all do."""
+    own = [int(value) for value in (rotates or ())[:layers]]
+    return None if all(own) else own
 
 
 def weight_map(config: Any) -> WeightMap:

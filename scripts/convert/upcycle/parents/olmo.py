@@ -22,17 +22,14 @@ def rope_by_type(config: Any) -> dict[str, Any]:
 
 
 OLMO = LlamaFamily(
-    ALL,
     {
         "norm_placement": "output",
         "mgate_dim": None,
-        "mlp_bias": False,
         "use_qk_norm": True,
         "qk_norm_type": "joint_rms_norm",
-        "no_rope_layers": None,
     },
     (
-        LlamaLike(ALL, Olmo2Config, takes=is_uniform, fixed=lambda _: {"sliding_window": None}),
+        LlamaLike(ALL, Olmo2Config, takes=is_uniform),
         LlamaLike(ALL, Olmo3Config, more=rope_by_type),
     ),
     nested_rope=True,
