@@ -1,7 +1,7 @@
 """The configurations of a plain model and of the one that it is upcycled to."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,23 @@ from ..common.model_loading import load_config
 from .arguments import UpcycleArguments
 
 
-def read_family(folder: Path, raw: dict[str, Any], model_types: Sequence[str]) -> PreTrainedConfig:
-    """The configuration in `folder`, whose `config.json` holds `raw` and must be of one of these types."""
-    found = raw.get("model_type")
+def read_family(
+    folder: Path, raw: dict[str, Any], model_types: Sequence[str], lacking: Mapping[str, str] | None = None
+) -> PreTrainedConfig:
+    """The configuration in `folder`, whose `config.json` holds `raw` and must be of one of these types.
+
+    Args:
+        lacking: what our models have no field for, by the types of others that look convertible.
+
+    Raises:
+        UserError: it is of another type.
+    """
+    found: Any = raw.get("model_type")
+    if lacking and found in lacking:
+        raise UserError(
+            f"{folder} holds a {found!r} model, but ours have no {lacking[found]}; `dynattn convert --help` lists what "
+            "can be converted"
+        )
     if found not in model_types:
         raise UserError(
             f"{folder} holds a {found!r} model, but only {', '.join(model_types)} can be converted here; "

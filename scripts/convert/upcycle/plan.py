@@ -130,7 +130,7 @@ def plan_upcycling(
     Raises:
         UserError: it is none of the family, is damaged, or would lose something.
     """
-    theirs = read_family(source.folder, raw, parent.model_types)
+    theirs = read_family(source.folder, raw, parent.model_types, parent.lacking)
     config_class, fields = FAMILIES[parent.ours].load_config_class(), parent.fields(theirs)
     plain = make_config(config_class, **{**fields, **NO_COMPOSITION})
     config = make_config(config_class, **{**fields, **chosen_fields(arguments, plain)})

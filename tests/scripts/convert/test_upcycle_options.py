@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.checkpoints import contents, convert, edit_weights, refusal, write_checkpoint
+from cases.checkpoints import contents, convert, edit_config, edit_weights, refusal, write_checkpoint
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -182,6 +182,24 @@ def test_sources_of_the_wrong_kind(parent: Path, capsys: pytest.CaptureFixture[s
     padded = save(parent.with_name("padded"), GPTNeoXConfig(**NEOX, pad_token_id=101))
     assert "pad_token_id 101 is none of the 101 rows" in refusal(capsys, "pythia", padded, ours)
     assert not ours.exists()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "lacking"),
+    [
+        ("arcee", "MLP without a gate"),
+        ("ernie4_5", "rotary embedding that turns neighbouring channels"),
+        ("granite", "embedding_multiplier, residual_multiplier or logits_scaling"),
+        ("ministral3", "llama_4_scaling_beta"),
+    ],
+)
+def test_what_a_dcformer_lacks_for_a_relative_of_llama_is_told(
+    model_type: str, lacking: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parent = save(tmp_path / "parent", LlamaConfig(**NEOX))
+    edit_config(parent, model_type=model_type)
+    told = f"holds a {model_type!r} model, but ours have no {lacking}; `dynattn convert --help`"
+    assert told in refusal(capsys, "llama", parent, tmp_path / "ours")
 
 
 @pytest.mark.parametrize("kind", ["llama", "pythia"])

@@ -3,8 +3,8 @@
 Each family has a module beside this one. A walkthrough in CONTRIBUTING.md says how to add one.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -31,6 +31,7 @@ class Parent:
         restore: returns their configuration, given ours; raises UserError if they cannot run such a model.
         weight_map: returns the table of weights for one of our configurations, without the composition.
         probe: how both models are run for the comparison.
+        lacking: model types like those of the family, and what ours has no field for.
         needs: files beside the weights that users of the result need; their absence is warned of.
     """
 
@@ -41,6 +42,7 @@ class Parent:
     weight_map: Callable[[Any], WeightMap]
     probe: Probe = TEXT
     needs: tuple[str, ...] = ()
+    lacking: Mapping[str, str] = field(default_factory=dict)
 
 
 def shared_fields(config: PreTrainedConfig, names: tuple[str, ...]) -> dict[str, Any]:

@@ -71,6 +71,22 @@ def seed_oss_fields(config: Any) -> dict[str, Any]:
     return {"attention_out_bias": config.has_output_bias, "attention_dropout": 0.0, "residual_dropout": 0.0}
 
 
+NEIGHBOURS = "rotary embedding that turns neighbouring channels"
+# Model types that resemble Llama, and what a DCFormer lacks for the same outputs.
+LACKING = {
+    **dict.fromkeys(("apertus", "arcee"), "MLP without a gate"),
+    "bitnet": "norm inside of attention and MLP",
+    **dict.fromkeys(("ernie4_5", "glm", "helium"), NEIGHBOURS),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "factor on embeddings"),
+    "glm4": f"norms of inputs and outputs in one layer, and no {NEIGHBOURS}",
+    "granite": "embedding_multiplier, residual_multiplier or logits_scaling",
+    "granite_swa": "embedding_multiplier, residual_multiplier, logits_scaling or attention sinks",
+    "hunyuan_v1_dense": "query-key norm after the rotary embedding",
+    "hyperclovax": "embedding_multiplier, residual_multiplier, logits_scaling or use_post_norm",
+    "ministral3": "llama_4_scaling_beta",
+    "olmo": "LayerNorm without weights",
+}
+
 LLAMA = LlamaFamily(
     {"mgate_dim": None, "norm_placement": "input"},
     (
@@ -100,4 +116,5 @@ LLAMA = LlamaFamily(
         LlamaLike("Mistral", MistralConfig, takes=lambda config: "sliding_attention" in config.layer_types),
         LlamaLike("Llama", LlamaConfig, also=("internlm3", "iquestcoder")),
     ),
+    lacking=LACKING,
 ).parent()

@@ -5,8 +5,8 @@ the same input.
 """
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -70,7 +70,7 @@ class LlamaLike:
 
     def has(self, name: str) -> bool:
         """Whether its configuration has a field."""
-        return name in {field.name for field in dataclasses.fields(self.config_class)}
+        return name in {own.name for own in dataclasses.fields(self.config_class)}
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,13 @@ class LlamaFamily:
         fixed: fields of ours, and the values that the code of every type gives them.
         models: the rows, in the order in which `takes` is asked.
         nested_rope: whether layer types may have rotary parameters of their own.
+        lacking: other model types, and what a DCFormer has no field for.
     """
 
     fixed: dict[str, Any]
     models: tuple[LlamaLike, ...]
     nested_rope: bool = False
+    lacking: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -96,7 +98,7 @@ class LlamaFamily:
     def parent(self) -> Parent:
         """The conversion."""
         model_types = sorted(name for model in self.models for name in model.model_types)
-        return Parent(tuple(model_types), "dcformer", self.to_fields, self.restore, weight_map)
+        return Parent(tuple(model_types), "dcformer", self.to_fields, self.restore, weight_map, lacking=self.lacking)
 
     def to_fields(self, config: Any) -> dict[str, Any]:
         """Our fields for the same model."""
