@@ -110,8 +110,7 @@ class Seq2SeqBody:
             encoder_outputs = self.encoder(
                 input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **options
             )
-        is_named = isinstance(encoder_outputs, ModelOutput)
-        encoded: Any = encoder_outputs if is_named else BaseModelOutput(*encoder_outputs[:3])
+        encoded = named_encoder_outputs(encoder_outputs)
         decoded = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
@@ -247,6 +246,24 @@ class Seq2SeqLMHead:
             added = bias.new_zeros(1, max(tokens - bias.shape[1], 0))
             self.final_logits_bias = torch.cat([bias[:, :tokens], added], dim=1)
         return embeddings
+
+
+def named_encoder_outputs(encoder_outputs: Any) -> Any:
+    """An encoder's output as the caller gave it, or a tuple of its entries with their names.
+
+    Raises:
+        ValueError: it is neither, or does not begin with hidden states.
+    """
+    if isinstance(encoder_outputs, tuple | list):
+        encoder_outputs = BaseModelOutput(*encoder_outputs[:3])
+    if not isinstance(encoder_outputs, ModelOutput):
+        raise ValueError(
+            f"encoder_outputs is a {type(encoder_outputs).__name__}; give what the encoder returned, or a tuple that "
+            "begins with its hidden states [batch, length, hidden_size]"
+        )
+    if not encoder_outputs:
+        raise ValueError("encoder_outputs is empty; give what the encoder returned, or a tuple with its hidden states")
+    return encoder_outputs
 
 
 def refuse_complete_mask(attention_mask: Any) -> None:

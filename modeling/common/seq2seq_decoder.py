@@ -69,6 +69,7 @@ class Seq2SeqDecoderBody:
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         check_source(encoder_hidden_states, inputs_embeds, self.config.hidden_size)
+        refuse_masks_by_layer_type(attention_mask, encoder_attention_mask)
         cache = self._cache(past_key_values, use_cache, encoder_hidden_states)  # type: ignore[arg-type]
         own = None if cache is None else cache.self_attention_cache
         exact = past_key_values is None and not is_tracing(inputs_embeds)  # exported sizes may differ
@@ -168,6 +169,16 @@ def check_source(encoder_hidden_states: Tensor | None, inputs_embeds: Tensor, wi
             f"encoder output of shape {shape} does not fit a target batch of {rows} rows and hidden_size ({width}); "
             "give [batch, length, hidden_size] with one row for each target"
         )
+
+
+def refuse_masks_by_layer_type(*masks: Any) -> None:
+    """Raises ValueError if one of a decoder's masks is a dictionary, as models with windows take it."""
+    for mask in masks:
+        if isinstance(mask, dict):
+            raise ValueError(
+                f"a mask of the decoder is a dictionary by layer type {sorted(mask)}, but its layers are all alike; "
+                "give one mask of shape [batch, length] or [batch, 1, queries, keys]"
+            )
 
 
 def check_cross_attention_cache(cache: Cache, source: Tensor) -> None:

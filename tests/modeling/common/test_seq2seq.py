@@ -191,6 +191,13 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"decoder_input_ids": random_tokens(2, 65)}, "the target has 65 tokens"),
     ({"input_ids": random_tokens(3, 6)}, r"encoder output of shape \(3, 6, 48\) does not fit a target batch of 2 rows"),
     ({"encoder_outputs": (torch.zeros(2, 48),)}, r"encoder output of shape \(2, 48\) does not fit"),
+    ({"encoder_outputs": torch.zeros(2, 6, 48)}, "encoder_outputs is a Tensor; give what the encoder returned, or a"),
+    ({"encoder_outputs": {"last_hidden_state": torch.zeros(2, 6, 48)}}, "encoder_outputs is a dict; give what"),
+    ({"encoder_outputs": ()}, "encoder_outputs is empty; give what the encoder returned"),
+    (
+        {"decoder_attention_mask": {"full_attention": None}},
+        r"a mask of the decoder is a dictionary by layer type \['full_attention'\], but its layers are all alike",
+    ),
     ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache; an encoder-decoder keeps its own tokens"),
     ({"attention_mask": torch.zeros(2, 6)}, r"attention_mask hides every token of rows \[0, 1\]"),
     ({"attention_mask": torch.ones(2, 4)}, r"attention_mask of shape \(2, 4\) does not fit 2 rows of 6 tokens"),
