@@ -18,7 +18,7 @@ from ..caches.names import named_cache, takes_either_name
 from ..layers.attention_interface import implementation_for
 from .activation_checkpointing import check_keeps_cache
 from .decoder_inputs import count_positions, refuse_later_tokens
-from .input_checks import check_attention_mask, check_batch, check_cached_length, check_tokens
+from .input_checks import cached_tokens, check_attention_mask, check_batch, check_cached_length, check_tokens
 
 
 class Seq2SeqDecoderBody:
@@ -184,7 +184,8 @@ def refuse_masks_by_layer_type(*masks: Any) -> None:
 def check_cross_attention_cache(cache: Cache, source: Tensor) -> None:
     """Raises ValueError unless `cache` can keep whole keys of a source `[B, S, E]`, which are read in each step.
 
-    A quantized one holds none, and a static one may have no room for them; sizes are not compared while tracing.
+    A quantized one holds none, a static one may have no room for them, and one that holds keys of a source of another
+    size is of another source, which would be read instead. Sizes are not compared while tracing.
     """
     for layer in cache.layers:
         if isinstance(layer, QUANTIZED_LAYERS):
@@ -192,9 +193,17 @@ def check_cross_attention_cache(cache: Cache, source: Tensor) -> None:
                 f"a {type(layer).__name__} cannot keep the keys of the source for cross-attention; give "
                 "EncoderDecoderCache(cache, DynamicCache(config=config))"
             )
-    length = source.shape[1]
+    if is_tracing(source):
+        return
+    check_batch(source.shape[0], cache)
+    length, held = source.shape[1], cached_tokens(cache)
+    if held and held != length:
+        raise ValueError(
+            f"the cache for cross-attention holds a source of {held} tokens, but the encoder's output has {length}; "
+            "give the source that filled it, or start with an empty cache"
+        )
     rooms = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
-    if rooms and not is_tracing(source) and min(rooms) < length:
+    if rooms and min(rooms) < length:
         raise ValueError(
             f"the cache for cross-attention has room for max_cache_len={min(rooms)} tokens of the source, which has "
             f"{length}; make it with max_cache_len={length} or more"

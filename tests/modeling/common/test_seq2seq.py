@@ -290,6 +290,20 @@ def test_a_cache_of_another_batch_is_refused(kind: str, cache_class: Any) -> Non
         model(**given)
 
 
+@pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("kind", ["dcbart", "rcmha"])
+def test_a_cache_of_another_source_is_refused(kind: str, cache_class: Any) -> None:
+    model = make_model(kind)
+    options = {"max_cache_len": 8} if cache_class is StaticCache else {}
+    of_target, of_source = (cache_class(config=model.config, **options) for _ in range(2))
+    model(**arguments(past_key_values=EncoderDecoderCache(cache_class(config=model.config, **options), of_source)))
+    with pytest.raises(ValueError, match=r"holds a source of 6 tokens, but the encoder's output has 4; give the"):
+        model(**arguments(input_ids=random_tokens(2, 4), past_key_values=EncoderDecoderCache(of_target, of_source)))
+    given = {"input_ids": random_tokens(3, 6), "decoder_input_ids": random_tokens(3, 1)}
+    with pytest.raises(ValueError, match="past_key_values is of a batch of 2 rows and the input of 3"):
+        model(**given, past_key_values=EncoderDecoderCache(of_target, of_source))
+
+
 @pytest.mark.parametrize("kind", ["dcbart", "rcmha"])
 def test_a_mask_of_the_new_target_tokens_alone_is_refused_beside_a_cache(kind: str) -> None:
     model, source, target = make_model(kind), random_tokens(2, 6), random_tokens(2, 4)
