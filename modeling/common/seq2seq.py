@@ -105,8 +105,9 @@ class Seq2SeqBody:
         refuse_positions(kwargs)
         refuse_complete_mask(attention_mask)
         if encoder_outputs is None:
-            # Whether tokens see later ones is about the target.
-            options = {name: value for name, value in kwargs.items() if name != "is_causal"}
+            # Whether tokens see later ones is about the target. So is a cache, which Transformers would take from the
+            # configuration, and warn of where layers are checkpointed; the warning breaks a compiled graph.
+            options = {name: value for name, value in kwargs.items() if name != "is_causal"} | {"use_cache": False}
             encoder_outputs = self.encoder(
                 input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **options
             )

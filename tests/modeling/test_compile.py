@@ -8,13 +8,20 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel
 
 from dynattn import (
+    DCBartConfig,
+    DCBartForConditionalGeneration,
     DCFormerConfig,
     DCFormerForCausalLM,
+    DCModernBertConfig,
+    DCModernBertForMaskedLM,
     DCPythiaConfig,
     DCPythiaForCausalLM,
     RCMHAConfig,
     RCMHAForCausalLM,
+    RCMHASeq2SeqConfig,
+    RCMHASeq2SeqForConditionalGeneration,
 )
+from dynattn.modeling.common.activation_checkpointing import checkpoint_activations
 
 IDS = torch.randint(1, 97, (2, 40), generator=torch.Generator().manual_seed(7))
 PADDED = torch.ones_like(IDS)
@@ -33,6 +40,21 @@ FAMILIES = {
     "dcformer": lambda **layers: DCFormerForCausalLM(DCFormerConfig(**SIZES, sliding_window=WINDOW, **layers)),
     "dcpythia": lambda **layers: DCPythiaForCausalLM(DCPythiaConfig(**SIZES, sliding_window=WINDOW, **layers)),
     "rcmha": lambda num_hidden_layers, **_: RCMHAForCausalLM(RCMHAConfig(**SIZES, num_hidden_layers=num_hidden_layers)),
+}
+TOKENS = {"pad_token_id": 1, "bos_token_id": None, "eos_token_id": 2}
+# Models with an encoder: of one layer in each stack, or of one for each kind of layer.
+WITH_ENCODERS = {
+    "dcbart": lambda: DCBartForConditionalGeneration(
+        DCBartConfig(**SIZES, **TOKENS, num_hidden_layers=1, hidden_dropout=0.0)
+    ),
+    "rcmha_seq2seq": lambda: RCMHASeq2SeqForConditionalGeneration(
+        RCMHASeq2SeqConfig(**SIZES, **TOKENS, num_hidden_layers=1)
+    ),
+    "dcmodernbert": lambda: DCModernBertForMaskedLM(
+        DCModernBertConfig(
+            **SIZES, **TOKENS, num_hidden_layers=2, local_attention=8, cls_token_id=None, sep_token_id=None
+        )
+    ),
 }
 POSITIONS = (torch.arange(40) % 15).expand(2, -1)
 GIVEN: dict[str, dict[str, Tensor]] = {
@@ -88,6 +110,19 @@ def test_a_model_is_one_graph(family: str, given: dict[str, Tensor]) -> None:
     found = learn(torch.compile(model, backend=graphs, fullgraph=True), given)  # type: ignore[arg-type]
     assert graphs.frame_count == 1
     torch.testing.assert_close(found, learn(model, given))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("family", WITH_ENCODERS)
+def test_a_model_with_an_encoder_is_one_graph(family: str, checkpointed: bool) -> None:
+    torch.manual_seed(0)
+    model = WITH_ENCODERS[family]().train()
+    if checkpointed:
+        checkpoint_activations(model, use_reentrant=False)
+    graphs = CompileCounterWithBackend("eager")
+    found = learn(torch.compile(model, backend=graphs, fullgraph=True), GIVEN["padded"])  # type: ignore[arg-type]
+    assert graphs.frame_count == 1
+    torch.testing.assert_close(found, learn(model, GIVEN["padded"]))
 
 
 def test_borders_of_documents_break_no_graph() -> None:
