@@ -12,7 +12,6 @@ from dynattn.scripts.pretrain import PretrainArguments
 from dynattn.scripts.pretrain.data.preparation import SOURCE_FILE, fingerprints
 from dynattn.scripts.pretrain.outputs.run_folder import RunFolder
 from dynattn.scripts.reproduce.masked_lm import runs as masked_lm
-from dynattn.scripts.reproduce.upcycling import runs as upcycling
 
 TEXTS = {"first": "One text of many words.", "second": "Two texts are not the same."}
 
@@ -68,12 +67,12 @@ def test_a_text_that_has_changed_under_its_name_is_no_longer_compared(
 
 
 def test_the_upcycling_study_knows_its_text(
-    texts: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    texts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The built-in corpus is another one with another version of Python."""
-    monkeypatch.setitem(upcycling.COMMON, "dataset", texts["first"])
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("A third text.")
     command = ["reproduce", "upcycling", "--output", str(tmp_path / "study"), "--quick"]
-    assert cli.main(command) == 130
-    Path(texts["first"]).write_text(Path(texts["second"]).read_text())
-    assert cli.main(command) == 2
-    assert "seed-0/parent has read other training data" in capsys.readouterr().err
+    command += ["--validation_dataset", str(held_out)]
+    assert cli.main([*command, "--dataset", texts["first"]]) == 130
+    assert cli.main([*command, "--dataset", texts["second"]]) == 2
+    assert "seed-0/parent has read other training data than there are now" in capsys.readouterr().err
