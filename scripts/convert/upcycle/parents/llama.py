@@ -104,7 +104,7 @@ LLAMA = LlamaFamily(
         LlamaLike("SmolLM3", SmolLM3Config, takes=lambda config: config.no_rope_layers is not None),
         LlamaLike("Qwen3", Qwen3Config, takes=lambda config: config.use_qk_norm, fixed=lambda _: {"use_qk_norm": True}),
         LlamaLike("Seed-OSS", SeedOssConfig, takes=is_seed_oss, fixed=output_bias, more=seed_oss_fields),
-        # Qwen2 has no fields that say so.
+        # Qwen2 has these biases without fields that say so.
         LlamaLike(
             "Qwen2",
             Qwen2Config,
