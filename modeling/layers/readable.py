@@ -9,7 +9,7 @@ from ..ops.modes import are_transforms_active
 def is_readable(tensor: Tensor) -> bool:
     """Whether the values of `tensor` can be read.
 
-    They cannot while a graph is traced, nor under transforms of functions: inside `torch.func.vmap` a tensor stands for
-    many.
+    They cannot while a graph is traced, nor on the meta device, nor under transforms of functions: inside
+    `torch.func.vmap` a tensor stands for many.
     """
-    return not (is_tracing(tensor) or are_transforms_active())
+    return not (tensor.is_meta or is_tracing(tensor) or are_transforms_active())

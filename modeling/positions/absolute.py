@@ -68,12 +68,12 @@ def check_learned_positions(length: int, past_tokens: int | None, position_ids: 
     """Raises ValueError if a segment has positions `[B, T]` beyond the table of `limit` learned ones.
 
     Reading positions waits for the device. So in decoding they are read only once a token may be beyond the table, and
-    never while tracing or under transforms of functions.
+    never while tracing, on the meta device or under transforms of functions.
 
     Args:
         past_tokens: number of tokens before the segment; None where the segment cannot reach beyond the table.
     """
-    if past_tokens is None or is_tracing(position_ids) or are_transforms_active():
+    if past_tokens is None or position_ids.is_meta or is_tracing(position_ids) or are_transforms_active():
         return
     if (length == 1 and past_tokens < limit) or not position_ids.numel():
         return

@@ -116,6 +116,22 @@ def test_gradients_of_each_example_alone_see_its_padding(name: str) -> None:
         assert_same_gradients([grads[index] for grads in found.values()], list(alone))
 
 
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "dcvit"])
+def test_models_run_on_the_meta_device_with_a_mask(name: str) -> None:
+    """As tools do that count operations or plan memory: there are no values to read."""
+    family, ids = FAMILIES[name], IDS.to("meta")
+    config = family.load_config_class().from_size("tiny", vocab_size=97, pad_token_id=0)
+    model = family.load_model_class(family.main_auto_class)(config).to("meta")
+    model.set_attn_implementation("chunked")  # masks of `sdpa` are Transformers', which reads values
+    model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
+    assert all(p.grad is None or p.grad.is_meta for p in model.parameters())
+
+
+def test_a_decoder_with_learned_positions_runs_on_the_meta_device() -> None:
+    model, ids = make_model(position_scheme="learned").to("meta"), IDS.to("meta")
+    assert model(ids, position_ids=torch.arange(14, device="meta")[None]).logits.shape == (4, 14, 97)
+
+
 @pytest.mark.parametrize("auto_class", ["AutoModelForSequenceClassification", "AutoModelForTokenClassification"])
 def test_the_trainer_divides_a_classifiers_loss_by_the_number_of_accumulated_batches(
     auto_class: str, tmp_path: Path
