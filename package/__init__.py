@@ -60,7 +60,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     from dynattn.modeling.ops.dcmha.composition import Composition
     from dynattn.modeling.ops.dcmha.eager import AttentionMaps
     from dynattn.modeling.ops.relative.attention import relative_attention
-    from dynattn.modeling.other_models.compose_heads import compose_heads_of
+    from dynattn.modeling.other_models.compose_heads import compose_heads_of, with_composed_heads
     from dynattn.modeling.other_models.multihead_attention import ComposedMultiheadAttention
 
 __version__ = "0.1.0"
@@ -114,6 +114,7 @@ __all__ = [
     "register_implementation",
     "relative_attention",
     "remove_map_hooks",
+    "with_composed_heads",
 ]
 
 # Where each public name is defined.
@@ -123,6 +124,7 @@ _MODULES = {
     "Composition": "dynattn.modeling.ops.dcmha.composition",
     "add_map_hooks": "dynattn.modeling.inspection.map_hooks",
     "compose_heads_of": "dynattn.modeling.other_models.compose_heads",
+    "with_composed_heads": "dynattn.modeling.other_models.compose_heads",
     "dcmha_attention": "dynattn.modeling.ops.dcmha.attention",
     "edit_cache": "dynattn.modeling.generation.cache_edit",
     "keep_attention_outputs": "dynattn.modeling.common.activation_checkpointing",

@@ -59,16 +59,19 @@ class ComposedLayerMixin:
         return empty
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, key_factors: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        self, key_states: Tensor, value_states: Tensor, key_factors: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Appends `T` tokens and returns `(keys, (values, factors))` of all `S` tokens that their queries may see.
 
         The result is nested because `Cache.update` passes on exactly two values.
 
         Args:
             key_states, value_states: `[B, H_kv, T, D]`; returned as `[B, H_kv, S, D]`.
-            key_factors: `[B, P * terms, T, H]`; returned as `[B, P * terms, S, H]`.
+            key_factors: `[B, P * terms, T, H]`; returned as `[B, P * terms, S, H]`. Without them the result is
+                `(keys, values)`, as in models that know nothing of factors, whose attention updates `factors` itself.
         """
+        if key_factors is None:
+            return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
         factors, _ = self.factors.update(key_factors, key_factors[..., :0])
         keys, values = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
         return keys, (values, factors)
@@ -115,7 +118,7 @@ class _ComposedDynamicMixin(ComposedLayerMixin):
         self.factors.batch_select_indices(indices)
 
 
-class ComposedDynamicLayer(_ComposedDynamicMixin, DynamicLayer):  # type: ignore[misc]
+class ComposedDynamicLayer(_ComposedDynamicMixin, DynamicLayer):
     """Grows with every token."""
 
     def __init__(self) -> None:
@@ -127,14 +130,16 @@ class ComposedDynamicLayer(_ComposedDynamicMixin, DynamicLayer):  # type: ignore
 class ComposedDynamicSlidingWindowLayer(_ComposedDynamicMixin, DynamicSlidingWindowLayer):
     """Grows up to the sliding window."""
 
-    def update(  # type: ignore[override]
-        self, key_states: Tensor, value_states: Tensor, key_factors: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, key_factors: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Appends tokens as `ComposedLayerMixin.update` does.
 
         Transformers 5.17 also returns earlier tokens while it records the past. They are left out, because the mask has
         no columns for them.
         """
+        if key_factors is None:
+            return super().update(key_states, value_states, None, *args, **kwargs)
         visible, _ = self.get_mask_sizes(key_states.shape[2])
         keys, (values, factors) = super().update(key_states, value_states, key_factors, *args, **kwargs)
         return keys[:, :, -visible:], (values[:, :, -visible:], factors[:, :, -visible:])
@@ -149,11 +154,11 @@ class ComposedDynamicSlidingWindowLayer(_ComposedDynamicMixin, DynamicSlidingWin
         self.factors.activate_past_recording()
 
 
-class ComposedStaticLayer(ComposedLayerMixin, StaticLayer):  # type: ignore[misc]
+class ComposedStaticLayer(ComposedLayerMixin, StaticLayer):
     """Allocated once, for compiled decoding."""
 
 
-class ComposedStaticSlidingWindowLayer(ComposedLayerMixin, StaticSlidingWindowLayer):  # type: ignore[misc]
+class ComposedStaticSlidingWindowLayer(ComposedLayerMixin, StaticSlidingWindowLayer):
     """Allocated once, at the length of the sliding window."""
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -171,11 +176,11 @@ class _ComposedQuantizedMixin(_ComposedDynamicMixin):
         return DynamicLayer()
 
 
-class ComposedQuantoQuantizedLayer(_ComposedQuantizedMixin, QuantoQuantizedLayer):  # type: ignore[misc]
+class ComposedQuantoQuantizedLayer(_ComposedQuantizedMixin, QuantoQuantizedLayer):
     """Keys and values in integers of 2 or 4 bits, by optimum-quanto."""
 
 
-class ComposedHQQQuantizedLayer(_ComposedQuantizedMixin, HQQQuantizedLayer):  # type: ignore[misc]
+class ComposedHQQQuantizedLayer(_ComposedQuantizedMixin, HQQQuantizedLayer):
     """Keys and values in integers of 1 to 8 bits, by HQQ."""
 
 
@@ -190,7 +195,7 @@ COMPOSED_LAYERS: dict[type, Any] = {
 
 if hasattr(cache_utils, "Fp8QuantizedLayer"):  # older versions of Transformers do not have it
 
-    class ComposedFp8QuantizedLayer(_ComposedQuantizedMixin, cache_utils.Fp8QuantizedLayer):  # type: ignore[misc]
+    class ComposedFp8QuantizedLayer(_ComposedQuantizedMixin, cache_utils.Fp8QuantizedLayer):
         """Keys and values in floating-point numbers of 8 bits."""
 
     COMPOSED_LAYERS[cache_utils.Fp8QuantizedLayer] = ComposedFp8QuantizedLayer
@@ -212,11 +217,25 @@ def upgrade_to_composed_cache(cache: Cache) -> None:
     # A cache that was made without a configuration has no layers yet. It makes layers of this class when it needs them.
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = ComposedDynamicLayer
-    for index, layer in enumerate(cache.layers):
-        if isinstance(layer, ComposedLayerMixin):
-            continue
+    for index in range(len(cache.layers)):
+        upgrade_layer(cache, index)
+
+
+def upgrade_layer(cache: Cache, index: int) -> Any:
+    """Replaces one layer of `cache`, in place, as `upgrade_to_composed_cache` replaces all, and returns the new one.
+
+    A cache that was made without a configuration gets its layers up to this one.
+
+    Raises:
+        ValueError: as `upgrade_to_composed_cache`.
+    """
+    while cache.layer_class_to_replicate is not None and len(cache.layers) <= index:
+        cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[index]
+    if not isinstance(layer, ComposedLayerMixin):
         if type(layer) not in COMPOSED_LAYERS:
             raise ValueError(
                 f"a {type(layer).__name__} cannot keep composition factors; use a DynamicCache or a StaticCache"
             )
         cache.layers[index] = COMPOSED_LAYERS[type(layer)].from_plain(layer)
+    return cache.layers[index]

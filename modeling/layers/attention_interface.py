@@ -18,7 +18,7 @@ from .readable import is_readable
 logger = logging.get_logger(__name__)
 
 # What some models of Transformers (Gemma 2, GPT-OSS, T5) pass to attention functions, and the ops do not have.
-FOREIGN_TERMS = ("softcap", "s_aux", "position_bias")
+FOREIGN_TERMS = ("softcap", "s_aux", "sinks", "position_bias")
 # The implementations of this package. Of these only `eager` makes attention maps; those that users register may, too.
 BUILT_IN = tuple(COMPOSING_IMPLEMENTATIONS)
 
@@ -51,6 +51,8 @@ def compact_mask(
     kwargs |= {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
     kwargs |= {"attention_mask": attention_mask}
     if not hasattr(config, "composes"):
+        # SDPA puts the first query at the first key, and so needs no mask for the first tokens in a static cache.
+        allow_is_causal_skip = allow_is_causal_skip and q_length in (1, kv_length)
         if attention_mask is not None and not is_readable(attention_mask):  # Transformers would look for padding in it
             allow_is_causal_skip = kwargs["allow_is_bidirectional_skip"] = False
         return sdpa_mask(allow_is_causal_skip=allow_is_causal_skip, **kwargs)

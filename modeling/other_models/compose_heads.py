@@ -1,11 +1,12 @@
-"""Adds composed heads to a model built with `torch.nn.MultiheadAttention` or a class that has an adapter."""
+"""Adds composed heads to the attention of other models: of PyTorch, Transformers and timm."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
-from ..layers.head_composition import init_composition
+from ..layers.head_composition import DynamicComposition, init_composition
 from .adapters import ADAPTERS, adapter_of, plan_composition
 from .multihead_attention import ComposedMultiheadAttention
 
@@ -36,8 +37,10 @@ HOOKS = (
 def compose_heads_of(model: nn.Module, *, names: Iterable[str] | None = None, **options: Any) -> list[str]:
     """Replaces every `torch.nn.MultiheadAttention` of `model`, in place, by a `ComposedMultiheadAttention`.
 
-    The attention of Transformers' DETR and of timm's vision transformers gets composed heads, too (`ADAPTERS` in
-    `adapters.py`). Such a module stays the same object; generators of factors are added to it.
+    Attention of Transformers gets composed heads, too, if it calls a function of the attention interface, as in most
+    of its models; and that of timm's vision transformers. Such a module stays the same object; generators of factors
+    are added to it. Its factors are generated from what its queries and keys are projected from, and those of keys are
+    kept in the model's cache.
 
     The composition starts as the identity: outputs do not change. Up factors, gates and static matrices start at zero
     and get gradients from the first step on; down factors do not start at zero, and get gradients as soon as the up
@@ -48,12 +51,14 @@ def compose_heads_of(model: nn.Module, *, names: Iterable[str] | None = None, **
     PyTorch's fused inference path of encoders would ignore the composition, so it is switched off where modules are
     replaced. That path gives zeros at padded positions, where the usual path gives the same values as in training.
 
-    To load a checkpoint of the result, apply this function with the same options to a new model first.
+    To load a checkpoint of the result, apply this function with the same options to a new model first, or use
+    `with_composed_heads`.
 
     Args:
         names: the modules to replace, by their names in `model.named_modules()`; by default all.
         options: keywords of `ComposedMultiheadAttention`: `compose_*`, or those of `mixer_fields(...)`,
-            `cross_attention`, `implementation`, and `dropout=0.0` to switch off the dropout of probabilities, which
+            `cross_attention` (a generator for each side, the default where an attention of Transformers is seen to be
+            cross-attention), `implementation`, and `dropout=0.0` to switch off the dropout of probabilities, which
             composed heads cannot have. `compose_init_scale` is always 0, and may be given as that.
 
     Returns:
@@ -91,6 +96,38 @@ def compose_heads_of(model: nn.Module, *, names: Iterable[str] | None = None, **
     return list(chosen)
 
 
+def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> type[PreTrainedModel]:
+    """Returns a subclass of a model class of Transformers, to whose models `compose_heads_of` adds composed heads.
+
+    Its `from_pretrained` loads checkpoints that its `save_pretrained` wrote, and plain ones of `model_class`: then the
+    composition starts as the identity, and Transformers names its weights as new.
+
+    Args:
+        options: as those of `compose_heads_of`, `names` included.
+
+    ```python
+    >>> ComposedLlama = dynattn.with_composed_heads(LlamaForCausalLM, compose_rank=2)
+    >>> model = ComposedLlama.from_pretrained("a/llama")  # doctest: +SKIP
+    ```
+    """
+
+    class Composed(model_class):  # type: ignore[misc, valid-type]
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            compose_heads_of(self, **options)
+
+        def initialize_weights(self) -> None:
+            """Draws the weights that a checkpoint lacks; the models within draw theirs without those of composition."""
+            super().initialize_weights()
+            for module in self.modules():
+                if isinstance(module, DynamicComposition):
+                    init_composition(module, scale=0.0)
+
+    Composed.__name__ = Composed.__qualname__ = f"Composed{model_class.__name__}"
+    Composed.__doc__ = f"A `{model_class.__name__}` with composed heads."
+    return Composed
+
+
 def _find_attention(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Module]:
     """The modules to replace, by name; a module that the model holds under several names is listed under each.
 
@@ -108,10 +145,9 @@ def _find_attention(model: nn.Module, names: Iterable[str] | None) -> dict[str, 
             "ComposedMultiheadAttention instead"
         )
     if not found:
-        known = ", ".join(sorted(ADAPTERS))
         raise ValueError(
-            f"{type(model).__name__} has no torch.nn.MultiheadAttention (sub-classes are left alone), and none of "
-            f"{known}"
+            f"{type(model).__name__} has no torch.nn.MultiheadAttention (sub-classes are left alone), no attention "
+            f"that uses Transformers' interface, and none of {', '.join(sorted(ADAPTERS))}"
         )
     if isinstance(names, str):
         raise ValueError(f"names is the string {names!r}; give a list of names, [{names!r}]")
@@ -129,7 +165,7 @@ def _plan_from(name: str, attention: nn.Module, options: dict[str, Any]) -> Call
     assert adapter is not None
     _check_options(options, ())
     try:
-        return plan_composition(adapter, attention, options)
+        return plan_composition(adapter, name, attention, options)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...configuration.multihead_config import MultiheadConfig
-from ..layers.head_composition import DynamicComposition, init_composition, make_generators
+from ..layers.head_composition import DynamicComposition, PackedFactors, init_composition, make_generators
 from ..ops.dcmha.composition import Composition
 
 
@@ -55,9 +55,14 @@ class SideGenerators(nn.Module):
         """Returns (pre, post), generated from `query` `[B, T, E]` and `key` `[B, S, key_size]`."""
         if self.composition is None:
             return None, None
+        return self.composition.assemble(self.generate(query, key))
+
+    def generate(self, query: Tensor, key: Tensor) -> PackedFactors:
+        """Returns the factors of both sides, from `query` `[B, T, E]` and `key` `[B, S, key_size]`."""
+        assert self.composition is not None
         factors = self.composition(query)
         if self.key_composition is not None:
             factors = factors.with_keys_of(self.key_composition(key))
         elif "key" in self.composition.sides and key is not query:
             factors = factors.with_keys_of(self.composition(key))
-        return self.composition.assemble(factors)
+        return factors

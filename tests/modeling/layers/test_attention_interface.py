@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModel
+from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from dynattn.modeling.layers.attention_interface import attention_function_of
 
@@ -25,6 +25,19 @@ def test_a_model_may_say_in_the_call_that_it_is_causal() -> None:
     expected = model(tokens).last_hidden_state
     model.set_attn_implementation("chunked")
     torch.testing.assert_close(model(tokens).last_hidden_state, expected)
+
+
+@torch.no_grad()
+def test_a_static_cache_of_a_model_of_transformers_is_longer_than_a_prompt() -> None:
+    """SDPA needs no mask for the first tokens in it, because it puts the first query at the first key."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=20, initializer_range=0.5)).eval()
+    tokens = torch.arange(2, 12)[None]
+    expected = model(tokens).logits
+    model.set_attn_implementation("chunked")
+    found = model(tokens, past_key_values=StaticCache(model.config, max_cache_len=16)).logits
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("term", [{"softcap": 50.0}, {"s_aux": torch.zeros(2)}, {"position_bias": torch.zeros(1)}])

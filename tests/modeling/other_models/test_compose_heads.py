@@ -70,7 +70,7 @@ ENCODER_DECODER = [
 ]
 MODELS = {
     "transformer": (transformer, ENCODER_DECODER),
-    "vision": (vision_model, ["head.attention"]),
+    "vision": (vision_model, ["encoder.layers.0.self_attn", "head.attention"]),
     "mixed": (mixed, ["cross", "layers.0", "again"]),
     "detr": (detr, DETR_NAMES),
     "timm": (vision_transformer, TIMM_NAMES),

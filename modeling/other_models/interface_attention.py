@@ -1,0 +1,300 @@
+"""Composed heads in attention modules of Transformers that call a function of its attention interface.
+
+Nearly all of its models attend so. A module projects queries and keys by submodules of its own, updates the cache, and
+passes queries, keys, values and the mask to the function that its configuration names. Composed heads need two things
+more: what queries and keys are projected from, which hooks on the projections note, and a function that composes.
+"""
+
+import copy
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from ..caches.composed_cache import upgrade_layer
+from ..layers.attention_interface import FOREIGN_TERMS, attention_function_of, registered_implementations
+from ..layers.head_composition import PackedFactors
+from ..ops.dcmha.attention import choose_implementation
+from ..ops.dcmha.composition import Composition
+from ..ops.distance_tables import NO_TABLES
+from ..ops.masking import four_dimensional
+from .side_generators import SideGenerators
+
+# The name of the attention function in the configurations of composed modules.
+NAME = "composed_heads"
+# Names of the submodules that project queries, keys, or both at once, in the models of Transformers.
+QUERY_PROJECTIONS = ("q_proj", "query", "q_lin", "q", "linear_q", "to_q", "Wq", "q_attn", "q_a_proj")
+KEY_PROJECTIONS = ("k_proj", "key", "k_lin", "k", "linear_k", "to_k", "Wk", "kv_a_proj_with_mqa")
+JOINT_PROJECTIONS = ("qkv", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
+# Implementations for which a model makes masks with an entry for every pair of query and key, or none.
+MASKING_IMPLEMENTATIONS = ("sdpa", "eager", *registered_implementations())
+
+
+class Choices(NamedTuple):
+    """What was chosen for an attention module that gets composed heads."""
+
+    implementation: str | None  # of `dynattn.dcmha_attention`; None takes the default
+    drops: bool  # whether the module's own dropout of probabilities stays, which composed heads refuse
+    crosses: bool  # whether the module is cross-attention, whose cache holds keys of another sequence
+
+
+class ComposedInterfaceAttention(SideGenerators):
+    """Mixed in front of an attention module of Transformers, whose forward pass then composes heads.
+
+    Attributes:
+        choices: set when the module was changed.
+        model_config: the configuration of the module before that, which tells how the model makes masks.
+    """
+
+    config: Any
+    layer_idx: int
+    choices: Choices
+    model_config: Any
+    # These live as long as a call of `forward`: the inputs of both projections, `[B, T, E]` and `[B, S, key_size]`, and
+    # the layer of the cache. The second is None where keys are read from a cache.
+    query_input: Tensor | None = None
+    key_input: Tensor | None = None
+    cache_layer: Any = None
+
+    def switch_on(self, choices: Choices) -> None:
+        """Makes the module call `attend_with_composed_heads`, and note the inputs of its projections.
+
+        The configuration becomes a copy, because other modules share the present one.
+        """
+        self.choices, self.model_config, self.config = choices, self.config, copy.copy(self.config)
+        # The key "" is the model itself; a plain string would also change the implementation of its backbone.
+        self.config._attn_implementation = {"": NAME}
+        query, key = projections_of(self)
+        query.register_forward_pre_hook(self.note_query_input)
+        key.register_forward_pre_hook(self.note_key_input)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of the module.
+
+        Raises:
+            ValueError: the model makes masks for another kind of implementation, or the cache cannot keep factors.
+        """
+        name = self.model_config._attn_implementation
+        if name not in (None, *MASKING_IMPLEMENTATIONS):
+            raise ValueError(f"attn_implementation={name!r} has no masks for composed heads; use 'sdpa' for the model")
+        cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, Cache)), None)
+        self.cache_layer = self._layer_of(cache)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.query_input = self.key_input = self.cache_layer = None
+
+    def note_query_input(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """A hook before the projection of queries, whose input is `[B, T, E]`, or `[B, .., E]` of a picture's rows."""
+        self.query_input = _as_rows(inputs[0])
+
+    def note_key_input(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """A hook before the projection of keys, whose input is `[B, S, key_size]`, or `[B, .., key_size]`."""
+        self.key_input = _as_rows(inputs[0])
+
+    def stages(self, query: Tensor, keys: int) -> tuple[Composition | None, Composition | None]:
+        """Returns (pre, post) for queries `[B, H, T, D]` and the first `keys` keys, cached ones included.
+
+        Raises:
+            ValueError: the projections were not called on just these queries and keys, since the last call.
+        """
+        if self.composition is None:
+            return None, None
+        batch, heads, length, _ = query.shape
+        seen = () if self.query_input is None else self.query_input.shape[:-1]
+        if (*seen, heads) != (batch, length, self.composition.num_heads):
+            raise ValueError(
+                f"{type(self).__bases__[1].__name__} attends in pieces, more than once, or with {heads} heads instead "
+                f"of {self.composition.num_heads}; leave it out by names=[...]"
+            )
+        factors = self._factors().up_to(keys)
+        self.query_input = self.key_input = None
+        return self.composition.assemble(factors)
+
+    def _factors(self) -> PackedFactors:
+        """The factors of this call's queries, and of all keys; those of new keys are added to the cache."""
+        assert self.composition is not None and self.query_input is not None
+        if self.key_input is not None:
+            factors = self.generate(self.query_input, self.key_input)
+            if self.cache_layer is None or (new := factors.keys) is None:
+                return factors
+            cached, _ = self.cache_layer.factors.update(new, new[..., :0])
+            return factors.with_keys(cached, self.composition.stages)
+        factors = self.composition(self.query_input)
+        if not self.composes_keys:
+            return factors
+        if self.cache_layer is None or not self.choices.crosses:
+            raise ValueError(
+                f"{type(self).__bases__[1].__name__} attends to keys that it does not project; use "
+                "compose_key_wise=False, or leave it out by names=[...]"
+            )
+        return factors.with_keys(self.cache_layer.factors.keys, self.composition.stages)
+
+    @property
+    def has_complete_masks(self) -> bool:
+        """Whether the model's masks hide all that is hidden; those for SDPA leave causality to the function."""
+        return self.model_config._attn_implementation in (None, "eager")
+
+    @property
+    def composes_keys(self) -> bool:
+        """Whether factors are generated from keys, too."""
+        return any("key" in generator.sides for generator in self.generators())
+
+    def _layer_of(self, cache: Cache | None) -> Any:
+        """The cache's layer for this module, with a place for factors; None if there is no cache or nothing to keep."""
+        if cache is None or not self.composes_keys:
+            return None
+        if isinstance(cache, EncoderDecoderCache):
+            cache = cache.cross_attention_cache if self.choices.crosses else cache.self_attention_cache
+        if getattr(cache, "offloading", False):
+            raise ValueError("an offloaded cache cannot keep composition factors here; use compose_key_wise=False")
+        return upgrade_layer(cache, self.layer_idx)
+
+
+def attend_with_composed_heads(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """A function of Transformers' attention interface, for modules that `compose_heads_of` has changed.
+
+    As Transformers' function for SDPA does, it takes windows from the mask alone.
+
+    Args:
+        query, key, value: `[B, H, T, D]`, `[B, H_kv, S, D]` and `[B, H_kv, S, D_v]`.
+        attention_mask: broadcastable to `[B, H, T, S]`; boolean (True: visible) or additive.
+        position_bias: broadcastable to `[B, H, T, S]`, added to the composed scores.
+
+    Returns:
+        The output `[B, T, H, D_v]`, and the composed probabilities `[B, H, T, S]` or None.
+
+    Raises:
+        ValueError: the module is another, drops probabilities, packs documents without a mask, or has terms that
+            composed heads do not have.
+    """
+    if not isinstance(module, ComposedInterfaceAttention):
+        raise ValueError(f"attn_implementation={NAME!r} is for modules that compose_heads_of(model) has changed")
+    _refuse_options(module, options, dropout, attention_mask)
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_causal = is_causal and attention_mask is None and query.shape[2] > 1 and not module.has_complete_masks
+    if is_causal and key.shape[2] > query.shape[2]:  # the first tokens in a static cache, behind which it is empty
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    pre, post = module.stages(query, key.shape[2])
+    mask = _joined_mask(attention_mask, position_bias, is_causal, key.shape[2])
+    width, padded = value.shape[3], max(query.shape[3], value.shape[3])
+    composed = pre is not None or post is not None
+    attend = attention_function_of(
+        choose_implementation(module.choices.implementation, query, mask, NO_TABLES, composed=composed)
+    )
+    output, maps = attend(
+        module,
+        *(F.pad(states, (0, padded - states.shape[3])) for states in (query, key, value)),
+        mask,
+        scaling=query.shape[3] ** -0.5 if scaling is None else scaling,
+        is_causal=is_causal,
+        **({"pre": pre, "post": post} if composed else {}),
+    )
+    return output[..., :width], maps
+
+
+def _as_rows(states: Tensor) -> Tensor:
+    """States `[B, .., E]` as `[B, T, E]`, the same object if they are so already."""
+    return states.flatten(1, -2) if states.ndim > 3 else states
+
+
+def _refuse_options(
+    module: ComposedInterfaceAttention, options: dict[str, Any], dropout: float, attention_mask: Tensor | None
+) -> None:
+    """Raises ValueError for what a call of an attention function asks for, and composed heads do not have."""
+    if dropout and module.choices.drops:
+        raise ValueError(dropout_error(dropout))
+    if foreign := [term for term in FOREIGN_TERMS if options.get(term) is not None]:
+        raise ValueError(f"attention with {foreign} cannot have composed heads; leave it out by names=[...]")
+    if attention_mask is None and options.get("cu_seq_lens_q") is not None:
+        raise ValueError("cu_seq_lens_q keeps no documents apart here; give position_ids alone, which become a mask")
+
+
+def _joined_mask(mask: Tensor | None, bias: Tensor | None, is_causal: bool, keys: int) -> Tensor | None:
+    """A mask and a bias, each broadcastable to `[B, H, T, S]`, as one mask with four dimensions."""
+    if bias is None:
+        return None if mask is None else four_dimensional(mask)
+    if is_causal:
+        queries = bias.shape[-2]
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=bias.device).tril(keys - queries)
+    if mask is not None:
+        bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+    return four_dimensional(bias)
+
+
+AttentionInterface.register(NAME, attend_with_composed_heads)
+
+
+def dropout_error(dropout: float) -> str:
+    """What to do about dropout of probabilities."""
+    return f"dropout={dropout} drops probabilities, which are never all in memory at once; use dropout=0.0"
+
+
+def calls_interface(attention: nn.Module) -> bool:
+    """Whether a module attends by Transformers' attention interface, from projections that are known.
+
+    Those that get `cu_seqlens` attend to pieces of a row one by one, and are left out.
+    """
+    forward = inspect.unwrap(type(attention).forward)
+    code = getattr(forward, "__code__", None)
+    if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names or "cu_seqlens" in code.co_varnames:
+        return False
+    return hasattr(attention, "config") and None not in projections_of(attention)
+
+
+def projections_of(attention: nn.Module) -> tuple[Any, Any]:
+    """The submodules that project queries and keys, which may be one; None where there is none that is known."""
+    return _projection(attention, QUERY_PROJECTIONS), _projection(attention, KEY_PROJECTIONS)
+
+
+def _projection(attention: nn.Module, names: tuple[str, ...]) -> Any:
+    """The first submodule of some names, or of those of joint projections, that is a linear layer of any kind."""
+    found = (getattr(attention, name, None) for name in (*names, *JOINT_PROJECTIONS))
+    return next((one for one in found if isinstance(one, nn.Module) and _input_size(one) is not None), None)
+
+
+def interface_sizes(attention: Any) -> tuple[int, int, int]:
+    """Widths of what queries and keys are projected from, and the number of query heads."""
+    query, key = (int(_input_size(projection) or 0) for projection in projections_of(attention))
+    for name in ("num_heads", "num_attention_heads", "n_heads"):
+        if isinstance(count := getattr(attention, name, None), int):
+            return query, key, count
+    output = getattr(attention, "o_proj", None)
+    if output is not None and hasattr(attention, "head_dim"):
+        return query, key, output.in_features // attention.head_dim
+    return query, key, attention.config.num_attention_heads
+
+
+def _input_size(projection: Any) -> int | None:
+    """Width of a linear layer's input, which a `Conv1D` of Transformers calls `nx`; None for other modules."""
+    return getattr(projection, "in_features", getattr(projection, "nx", None))
+
+
+def interface_dropout(attention: Any) -> float:
+    """Dropout of probabilities, under one of the names that modules have for it."""
+    for name in ("attention_dropout", "dropout", "dropout_prob", "attn_dropout"):
+        if (dropout := getattr(attention, name, None)) is not None:
+            return float(getattr(dropout, "p", dropout))
+    return 0.0
+
+
+def is_cross_attention(name: str, attention: Any) -> bool:
+    """Whether a module called `name` attends to another sequence, as far as names and attributes tell."""
+    names = f"{name}.{type(attention).__name__}".lower()
+    is_named_so = any(part in names for part in ("cross", "encoder_attn", "encdec"))
+    return is_named_so or bool(getattr(attention, "is_cross_attention", False))

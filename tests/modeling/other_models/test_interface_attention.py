@@ -1,0 +1,345 @@
+"""Composed heads in models of Transformers that call its attention interface: truth is our own families."""
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import seq2seq
+from cases.checkpoints import convert_well
+from cases.encoder_parents import make_encoder_parent
+from cases.models import assert_same_gradients
+from cases.vision_models import strengthen
+from cases.vision_parents import make_parent as make_vision_parent
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertLMHeadModel,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SplinterConfig,
+    SplinterModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTImageProcessor,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+from transformers.cache_utils import DynamicLayer
+
+from dynattn import DCFormerConfig, DCFormerForCausalLM, compose_heads_of, with_composed_heads
+from dynattn.modeling.other_models.side_generators import SideGenerators
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+DECODER = {**SIZES, "vocab_size": 97, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0}
+WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+IDS = torch.randint(3, 97, (2, 11), generator=torch.Generator().manual_seed(0))
+MASK = (torch.arange(11) >= torch.tensor([[0], [4]])).long()
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def llama(**fields: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**DECODER, "num_key_value_heads": 2, **fields})).eval().double()
+
+
+def real(logits: Tensor) -> Tensor:
+    """The rows of `[B, T, V]` that are not of padding."""
+    return logits[MASK.bool()]
+
+
+def copy_composition(source: nn.Module, target: nn.Module) -> None:
+    """Gives our model the composition of another one, attention by attention in the order of both models."""
+    given = [module for module in source.modules() if isinstance(module, SideGenerators)]
+    taken = [module for module in target.modules() if getattr(module, "composition", None) is not None]
+    assert len(given) == len(taken) > 0
+    for theirs, ours in zip(given, taken, strict=True):
+        for name in ("composition", "key_composition"):
+            if (generator := getattr(theirs, name)) is not None:
+                getattr(ours, name).load_state_dict(generator.state_dict())
+
+
+@pytest.mark.parametrize("masking", ["sdpa", "eager", "chunked"])
+@pytest.mark.parametrize("windows", [{}, WINDOWS], ids=["full", "windows"])
+@torch.no_grad()
+def test_a_decoder_is_our_decoder(windows: dict[str, Any], masking: str) -> None:
+    """Also from growing, sliding and static caches, and with beams."""
+    fields = {**DECODER, "num_key_value_heads": 2, "head_dim": 8, **windows}
+    theirs = {"use_sliding_window": True} if windows else {}
+    model = Qwen3ForCausalLM(Qwen3Config(**fields, **theirs, attn_implementation=masking)).eval().double()
+    compose_heads_of(model, compose_static=True)
+    strengthen(model)
+    config = DCFormerConfig(**fields, compose_static=True, tie_word_embeddings=False, use_qk_norm=True)
+    ours = DCFormerForCausalLM(config).eval().double()
+    ours.load_state_dict(model.state_dict())
+    for mask in (None, MASK):
+        found, expected = (real(net(IDS, attention_mask=mask).logits) for net in (model, ours))
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    for options in ({}, {"cache_implementation": "static"}, {"num_beams": 3}):
+        for ids, mask in ((IDS, MASK), (IDS[:1], torch.ones_like(IDS[:1]))):
+            texts = [net.generate(ids, attention_mask=mask, **GREEDY, **options) for net in (model, ours)]
+            assert torch.equal(*texts)
+
+
+@torch.no_grad()
+def test_an_encoder_decoder_is_ours() -> None:
+    """Cross-attention has a generator for each side, and its keys are in the cache."""
+    parent, ours = seq2seq.make_pair("bart", "eager", **seq2seq.IDENTITY)
+    compose_heads_of(parent)
+    strengthen(parent)
+    copy_composition(parent, ours)
+    source, target = seq2seq.random_tokens(2, 9), seq2seq.random_tokens(2, 7)
+    mask = (torch.arange(9) < torch.tensor([[9], [6]])).long()
+    expected = seq2seq.whole(ours, source, target, mask)
+    torch.testing.assert_close(seq2seq.whole(parent, source, target, mask), expected, atol=1e-4, rtol=0)
+    for options in ({}, {"num_beams": 3}, {"cache_implementation": "static"}):
+        texts = [net.generate(source, attention_mask=mask, max_new_tokens=8, **options) for net in (parent, ours)]
+        assert torch.equal(*texts)
+
+
+def neox() -> PreTrainedModel:
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**DECODER, bos_token_id=1, eos_token_id=2))
+
+
+PIXELS = torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+# For each the kind of its conversion, what makes it, the class that loads ours, and an input.
+JOINT: dict[str, tuple[str, Any, Any, dict[str, Tensor]]] = {
+    "gpt_neox": ("pythia", neox, AutoModelForCausalLM, {"input_ids": IDS}),
+    "modernbert": ("modernbert", lambda: make_encoder_parent("modernbert"), AutoModelForMaskedLM, {"input_ids": IDS}),
+    "vit": ("vit", lambda: make_vision_parent("vit"), AutoModelForImageClassification, {"pixel_values": PIXELS}),
+}
+
+
+@pytest.mark.parametrize("name", JOINT)
+@torch.no_grad()
+def test_encoders_and_joint_projections_are_our_families(name: str, tmp_path: Path) -> None:
+    kind, make, auto_class, given = JOINT[name]
+    torch.manual_seed(0)
+    parent = make().eval()
+    parent.save_pretrained(tmp_path / "parent")
+    if kind == "vit":
+        ViTImageProcessor(size={"height": 24, "width": 24}).save_pretrained(tmp_path / "parent")
+    convert_well(kind, tmp_path / "parent", tmp_path / "ours", "--no-verify")
+    ours = auto_class.from_pretrained(tmp_path / "ours").eval()
+    compose_heads_of(parent)
+    strengthen(parent)
+    copy_composition(parent, ours)
+    expected = ours(**given)[0]
+    torch.testing.assert_close(parent(**given)[0], expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
+
+
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+SOURCES = {"input_ids": IDS, "attention_mask": MASK}
+FEATURES = {"input_features": torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0))}
+T5_SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+WHISPER: dict[str, Any] = dict.fromkeys(("encoder_layers", "decoder_layers"), 2)
+WHISPER |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)
+WHISPER |= {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8, "max_source_positions": 12}
+WHISPER |= {"max_target_positions": 40, "vocab_size": 97, "decoder_start_token_id": 1, "pad_token_id": 0}
+WHISPER |= {"bos_token_id": 1, "eos_token_id": 2, "suppress_tokens": [], "begin_suppress_tokens": []}
+T5_TOKENS = {"vocab_size": 97, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 2}
+GEMMA = {**DECODER, "head_dim": 8, "num_key_value_heads": 2}
+GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 97, "attn_pdrop": 0.0}
+BERT = {**DECODER, "is_decoder": True, "attention_probs_dropout_prob": 0.0}
+# Models that differ in what they project, cache, mask and pass to attention functions.
+OTHERS: dict[str, tuple[Any, Any, dict[str, Tensor]]] = {
+    "bert": (BertLMHeadModel, lambda: BertConfig(**BERT), SOURCES),
+    "gpt2": (GPT2LMHeadModel, lambda: GPT2Config(**GPT2), SOURCES),
+    "mixtral": (MixtralForCausalLM, lambda: MixtralConfig(**GEMMA, num_local_experts=2), SOURCES),
+    "gemma3": (Gemma3ForCausalLM, lambda: Gemma3TextConfig(**GEMMA, **WINDOWS), SOURCES),
+    "deepseek_v3": (DeepseekV3ForCausalLM, lambda: DeepseekV3Config(**DECODER, **MLA, **EXPERTS), SOURCES),
+    "t5": (T5ForConditionalGeneration, lambda: T5Config(**T5_SIZES, **T5_TOKENS), SOURCES),
+    "whisper": (WhisperForConditionalGeneration, lambda: WhisperConfig(**WHISPER), FEATURES),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@torch.no_grad()
+def test_other_models_start_as_they_were_and_a_cache_changes_nothing(name: str) -> None:
+    model_class, make_config, given = OTHERS[name]
+    torch.manual_seed(0)
+    model = model_class(make_config()).eval()
+
+    def ask(**options: Any) -> Tensor:
+        """The logits `[N, B, V]` of generated tokens."""
+        options = {**GREEDY, "output_logits": True, "return_dict_in_generate": True, **options}
+        return torch.stack(model.generate(**given, **options).logits)
+
+    before = ask()
+    names = compose_heads_of(model)
+    torch.testing.assert_close(ask(), before, atol=1e-4, rtol=1e-4)
+    strengthen(model)
+    composed = ask()
+    assert len(names) == (6 if name in ("t5", "whisper") else 2)
+    assert float((composed - before).abs().max()) > 1e-2 * float(before.abs().max())
+    for options in ({"use_cache": False}, {"cache_implementation": "static"}):
+        torch.testing.assert_close(ask(**options), composed, atol=1e-4, rtol=1e-4)
+
+
+def test_a_learned_position_bias_gets_its_gradient() -> None:
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(T5Config(**T5_SIZES, **T5_TOKENS)).double()
+    composed = copy.deepcopy(model)
+    compose_heads_of(composed)
+    for net in (model, composed):
+        net(input_ids=IDS, attention_mask=MASK, labels=IDS.flip(1)).loss.backward()
+    theirs = {name: p.grad for name, p in model.named_parameters() if "relative_attention_bias" in name}
+    assert len(theirs) == 2 and all(grad.abs().max() > 0 for grad in theirs.values())
+    for name, grad in theirs.items():
+        torch.testing.assert_close(composed.get_parameter(name).grad, grad, atol=1e-10, rtol=1e-6)
+
+
+def test_models_without_sdpa_stay_bidirectional() -> None:
+    """A Splinter does not say that it is, and makes no mask where nothing is hidden."""
+    sizes = {**SIZES, "vocab_size": 97, "question_token_id": 5, "initializer_range": 0.2}
+    model = SplinterModel(SplinterConfig(**sizes, attention_probs_dropout_prob=0.0)).eval()
+    expected = model(IDS)[0]
+    compose_heads_of(model)
+    torch.testing.assert_close(model(IDS)[0], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("way", ["compiled", "recomputed"])
+def test_training_in_other_ways_gives_the_same_gradients(way: str) -> None:
+    model = llama()
+    compose_heads_of(model, compose_static=True)
+    strengthen(model)
+    again = copy.deepcopy(model).train()
+    if way == "recomputed":
+        again.gradient_checkpointing_enable()
+    net = torch.compile(again, backend="eager", fullgraph=True) if way == "compiled" else again
+    for each in (model, net):
+        each(IDS, attention_mask=MASK, labels=IDS, use_cache=False).loss.backward()
+    assert_same_gradients([p.grad for p in again.parameters()], [p.grad for p in model.parameters()])
+
+
+def test_a_class_with_composed_heads_loads_plain_and_composed_checkpoints(tmp_path: Path) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path / "plain")
+    composed_class = with_composed_heads(LlamaForCausalLM, compose_static=True)
+    upcycled = composed_class.from_pretrained(tmp_path / "plain", dtype=torch.float64).eval()
+    assert type(upcycled).__name__ == "ComposedLlamaForCausalLM" and isinstance(upcycled, LlamaForCausalLM)
+    torch.testing.assert_close(upcycled(IDS).logits, model(IDS).logits)
+    drawn = {name: p for name, p in upcycled.named_parameters() if "composition." in name}
+    assert len(drawn) == 2 * 4
+    assert all(
+        bool(p.isfinite().all()) and (p.abs().max() > 0) == ("hidden" in name or "factor" in name)
+        for name, p in drawn.items()
+    )
+    strengthen(upcycled)
+    upcycled.save_pretrained(tmp_path / "composed")
+    loaded = composed_class.from_pretrained(tmp_path / "composed", dtype=torch.float64).eval()
+    torch.testing.assert_close(loaded(IDS).logits, upcycled(IDS).logits)
+
+
+def test_query_wise_composition_needs_no_place_in_the_cache() -> None:
+    model = llama()
+    compose_heads_of(model, compose_key_wise=False)
+    strengthen(model)
+    cache = DynamicCache()
+    model(IDS, past_key_values=cache)
+    assert {type(layer) for layer in cache.layers} == {DynamicLayer}
+
+
+def attend(model: PreTrainedModel, **options: Any) -> Any:
+    return model(IDS, attention_mask=MASK, **options)
+
+
+GEMMA2 = {**GEMMA, "attn_logit_softcapping": 20.0}
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "soft caps": (Gemma2ForCausalLM, lambda: Gemma2Config(**GEMMA2), "attention with ['softcap'] cannot have composed"),
+    "sinks": (GptOssForCausalLM, lambda: GptOssConfig(**GEMMA), "attention with ['s_aux'] cannot have composed heads"),
+    "two attentions at once": (
+        DiffLlamaForCausalLM,
+        lambda: DiffLlamaConfig(**DECODER),
+        "DiffLlamaAttention attends in pieces, more than once, or with 4 heads instead of 4; leave it out by names=",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_attention_that_cannot_have_composed_heads_is_refused(name: str) -> None:
+    model_class, make_config, message = REFUSED[name]
+    model = model_class(make_config()).eval()
+    compose_heads_of(model)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attend(model)
+
+
+def test_layers_that_attend_to_keys_of_others_are_left_alone() -> None:
+    shared = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 1}
+    model = Gemma4ForCausalLM(Gemma4TextConfig(**GEMMA, **shared, layer_types=["full_attention"] * 2)).eval()
+    assert compose_heads_of(model) == ["model.layers.0.self_attn"]
+
+
+def test_a_projection_that_was_replaced_later_is_missed() -> None:
+    model = llama()
+    compose_heads_of(model)
+    attention = model.model.layers[0].self_attn
+    attention.k_proj = copy.deepcopy(attention.v_proj)
+    with pytest.raises(ValueError, match="LlamaAttention attends to keys that it does not project; use compose_key_wi"):
+        attend(model)
+
+
+def test_calls_that_would_be_wrong_in_silence_are_refused() -> None:
+    model = llama(attention_dropout=0.1)
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn: dropout=0\.1 drops probabilities.*dropout=0\.0"):
+        compose_heads_of(model)
+    model = llama()
+    filled = attend(model).past_key_values
+    compose_heads_of(model)
+    with pytest.raises(ValueError, match="the cache holds 11 tokens without composition factors"):
+        model(IDS[:, :1], past_key_values=filled)
+    with pytest.raises(ValueError, match="an offloaded cache cannot keep composition factors here"):
+        model.generate(IDS, cache_implementation="offloaded", **GREEDY)
+    with pytest.raises(ValueError, match="cu_seq_lens_q keeps no documents apart here; give position_ids alone"):
+        model(IDS[:1], cu_seq_lens_q=torch.tensor([0, 4, 11]), position_ids=torch.arange(11)[None])
+    model.model.layers[0].self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=r"dropout=0\.1 drops probabilities"):
+        attend(model.train())
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="'flash_attention_2' has no masks for composed heads; use 'sdpa'"):
+        model.model.layers[0].self_attn(torch.randn(1, 2, 32))
+
+
+def test_dropout_that_was_switched_off_stays_off() -> None:
+    model = llama(attention_dropout=0.1)
+    compose_heads_of(model, dropout=0.0)
+    model.train()
+    torch.testing.assert_close(attend(model).logits, attend(model).logits, atol=0, rtol=0)
+
+
+def test_eager_makes_the_maps() -> None:
+    model = llama()
+    compose_heads_of(model, implementation="eager")
+    seen: list[Tensor] = []
+    model.model.layers[0].self_attn.register_forward_hook(lambda module, given, output: seen.append(output[1]))
+    attend(model)
+    assert seen[0].shape == (2, 4, 11, 11)
