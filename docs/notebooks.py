@@ -14,7 +14,7 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 GUIDES = Path(__file__).parent / "guides"
-NOTEBOOKS = ("first_model", "compose_a_detr")
+NOTEBOOKS = ("first_model", "compose_a_model")
 # A block of a language that a notebook can run. A command that fails ends its cell.
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)\n```$", re.MULTILINE | re.DOTALL)
 PREFIXES = {"python": "", "bash": "%%bash -e\n"}

@@ -28,7 +28,7 @@ def implementations() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "name", ["compose_a_detr.md", "encoders.md", "mixers.md", "positions.md", "variants.md", "vision.md"]
+    "name", ["compose_a_model.md", "encoders.md", "mixers.md", "positions.md", "variants.md", "vision.md"]
 )
 @pytest.mark.usefixtures("implementations")
 def test_every_block_of_python_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
