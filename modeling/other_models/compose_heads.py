@@ -164,6 +164,8 @@ def _plan_from(name: str, attention: nn.Module, options: dict[str, Any]) -> Call
     adapter = adapter_of(attention)
     assert adapter is not None
     _check_options(options, ())
+    if "forward" in vars(attention) or any(hasattr(part, "_hf_hook") for part in attention.modules()):
+        raise ValueError(f"{name} has a `forward` of its own, or one that Accelerate placed; compose heads before that")
     try:
         return plan_composition(adapter, name, attention, options)
     except ValueError as error:

@@ -113,6 +113,12 @@ class ComposedInterfaceAttention(SideGenerators):
             )
         factors = self._factors().up_to(keys)
         self.query_input = self.key_input = None
+        key_terms = factors.pre_key if factors.post_key is None else factors.post_key
+        if self.composes_keys and (key_terms is None or key_terms.shape[1] < keys):
+            raise ValueError(
+                f"{type(self).__bases__[1].__name__} attends to keys that it did not project, or whose factors are in "
+                "no cache; use compose_key_wise=False, or leave it out by names=[...]"
+            )
         return self.composition.assemble(factors)
 
     def _factors(self) -> PackedFactors:
@@ -125,14 +131,9 @@ class ComposedInterfaceAttention(SideGenerators):
             cached, _ = self.cache_layer.factors.update(new, new[..., :0])
             return factors.with_keys(cached, self.composition.stages)
         factors = self.composition(self.query_input)
-        if not self.composes_keys:
-            return factors
-        if self.cache_layer is None or not self.choices.crosses:
-            raise ValueError(
-                f"{type(self).__bases__[1].__name__} attends to keys that it does not project; use "
-                "compose_key_wise=False, or leave it out by names=[...]"
-            )
-        return factors.with_keys(self.cache_layer.factors.keys, self.composition.stages)
+        if self.cache_layer is not None and self.choices.crosses:
+            return factors.with_keys(self.cache_layer.factors.keys, self.composition.stages)
+        return factors.with_keys_of(PackedFactors())
 
     @property
     def has_complete_masks(self) -> bool:

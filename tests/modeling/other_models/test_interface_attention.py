@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from cases import seq2seq
 from cases.checkpoints import convert_well
 from cases.encoder_parents import make_encoder_parent
@@ -20,6 +21,7 @@ from transformers import (
     AutoModelForMaskedLM,
     BertConfig,
     BertLMHeadModel,
+    ContinuousBatchingConfig,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     DiffLlamaConfig,
@@ -31,6 +33,7 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -304,8 +307,29 @@ def test_a_projection_that_was_replaced_later_is_missed() -> None:
     compose_heads_of(model)
     attention = model.model.layers[0].self_attn
     attention.k_proj = copy.deepcopy(attention.v_proj)
-    with pytest.raises(ValueError, match="LlamaAttention attends to keys that it does not project; use compose_key_wi"):
+    with pytest.raises(
+        ValueError, match=r"LlamaAttention attends to keys that it did not project, .*; use compose_key_wise"
+    ):
         attend(model)
+
+
+def test_continuous_batching_needs_keys_without_factors() -> None:
+    model = llama().float()
+    compose_heads_of(model, compose_key_wise=False)
+    strengthen(model)
+    settings = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32)
+    found = model.generate_batch([IDS[0].tolist(), IDS[1, 4:].tolist()], settings, small)
+    texts = {tuple(result.generated_tokens) for result in found.values()}
+    alone = [model.generate(ids[None], **{**GREEDY, "max_new_tokens": 5}) for ids in (IDS[0], IDS[1, 4:])]
+    assert texts == {tuple(ids[0, -5:].tolist()) for ids in alone}
+
+
+def test_a_module_that_was_dispatched_before_is_refused() -> None:
+    model = llama()
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"self_attn has .* Accelerate placed; compose heads before that"):
+        compose_heads_of(model)
 
 
 def test_calls_that_would_be_wrong_in_silence_are_refused() -> None:
