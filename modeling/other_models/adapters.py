@@ -21,6 +21,7 @@ from .interface_attention import (
     interface_dropout,
     interface_sizes,
     is_cross_attention,
+    refuse_foreign_parts,
 )
 from .side_generators import SideGenerators
 
@@ -140,6 +141,7 @@ def plan_composition(adapter: Adapter, name: str, attention: Any, options: dict[
         TypeError: an option does not exist.
         ValueError: an option does not fit, or the module drops probabilities.
     """
+    refuse_foreign_parts(attention)
     compose: Any = dict(options)
     given = compose.pop("dropout", None)
     if dropout := adapter.dropout(attention) if given is None else given:

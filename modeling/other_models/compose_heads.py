@@ -100,10 +100,11 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
     """Returns a subclass of a model class of Transformers, to whose models `compose_heads_of` adds composed heads.
 
     Its `from_pretrained` loads checkpoints that its `save_pretrained` wrote, and plain ones of `model_class`: then the
-    composition starts as the identity, and Transformers names its weights as new.
+    composition starts as the identity, and Transformers names its weights as new. The field `composed_heads` of the
+    configuration keeps the options.
 
     Args:
-        options: as those of `compose_heads_of`, `names` included.
+        options: as those of `compose_heads_of`, `names` included; without any, those in the configuration.
 
     ```python
     >>> ComposedLlama = dynattn.with_composed_heads(LlamaForCausalLM, compose_rank=2)
@@ -114,7 +115,18 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
     class Composed(model_class):  # type: ignore[misc, valid-type]
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            compose_heads_of(self, **options)
+            chosen = options or getattr(config, "composed_heads", None) or {}
+            if not isinstance(chosen, dict):
+                raise ValueError(
+                    f"composed_heads ({chosen}) must be options of compose_heads_of, or {{}} for its defaults"
+                )
+            compose_heads_of(self, **chosen)
+            self.config.composed_heads = chosen
+
+        @classmethod
+        def from_config(cls, config: Any, **kwargs: Any) -> PreTrainedModel:
+            """A new model, as the Auto classes make it."""
+            return cls._from_config(config, **kwargs)
 
         def initialize_weights(self) -> None:
             """Draws the weights that a checkpoint lacks; the models within draw theirs without those of composition."""
@@ -126,6 +138,16 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
     Composed.__name__ = Composed.__qualname__ = f"Composed{model_class.__name__}"
     Composed.__doc__ = f"A `{model_class.__name__}` with composed heads."
     return Composed
+
+
+def composing_class(auto_class: Any, config: Any) -> Any:
+    """The Auto class itself, or for a configuration with `composed_heads` the class of its models, with those heads.
+
+    Both have `from_pretrained` and `from_config`.
+    """
+    if getattr(config, "composed_heads", None) is None:
+        return auto_class
+    return with_composed_heads(auto_class._model_mapping[type(config)])
 
 
 def _find_attention(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Module]:

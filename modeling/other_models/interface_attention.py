@@ -271,6 +271,13 @@ def _projection(attention: nn.Module, names: tuple[str, ...]) -> Any:
     return next((one for one in found if isinstance(one, nn.Module) and _input_size(one) is not None), None)
 
 
+def refuse_foreign_parts(attention: Any) -> None:
+    """Raises ValueError for a module with soft caps or sinks, which composed heads do not have."""
+    for name, what in (("attn_logit_softcapping", "soft caps"), ("sinks", "sinks")):
+        if getattr(attention, name, None) is not None:
+            raise ValueError(f"attention with {what} cannot have composed heads; leave it out by names=[...]")
+
+
 def interface_sizes(attention: Any) -> tuple[int, int, int]:
     """Widths of what queries and keys are projected from, and the number of query heads."""
     query, key = (int(_input_size(projection) or 0) for projection in projections_of(attention))

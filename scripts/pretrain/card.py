@@ -82,6 +82,13 @@ from transformers import pipeline
 fill = pipeline("fill-mask", model="PATH_OR_NAME")
 print(fill(f"The {{fill.tokenizer.mask_token}} statement"))"""
 
+USE_COMPOSED = """import dynattn
+from transformers import AutoTokenizer, {plain_class}
+
+tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")
+model = dynattn.with_composed_heads({plain_class}).from_pretrained("PATH_OR_NAME")
+print(model(**tokenizer("The", return_tensors="pt")).logits)"""
+
 
 @dataclass(frozen=True)
 class Wording:
@@ -99,10 +106,17 @@ WORDINGS = {
 }
 
 
-def write_card(folder: Path, arguments: PretrainArguments, result: Result, model_type: str) -> None:
-    """Writes `README.md` with Hub metadata, the data, the settings and what was measured."""
+def write_card(
+    folder: Path, arguments: PretrainArguments, result: Result, model_type: str, plain_class: str | None = None
+) -> None:
+    """Writes `README.md` with Hub metadata, the data, the settings and what was measured.
+
+    Args:
+        plain_class: the class of Transformers to which `with_composed_heads` added heads; None for all other models.
+    """
     words = asdict(WORDINGS[result.objective])
-    words["use"] = words["use"].format(package=registering_package(model_type))
+    use = words["use"] if plain_class is None else USE_COMPOSED
+    words["use"] = use.format(package=registering_package(model_type), plain_class=plain_class)
     text = BODY.format(
         **words,
         name=result.output.resolve().name,

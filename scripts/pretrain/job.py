@@ -212,4 +212,6 @@ def save_model(trainer: Trainer, folder: Path, weights: dict[str, Tensor], resul
     longest = getattr(model.config, "max_position_embeddings", None)
     tokenizer.model_max_length = longest or trainer.arguments.sequence_length
     tokenizer.save_pretrained(folder)
-    write_card(folder, trainer.arguments, result, model.config.model_type)
+    composed = getattr(model.config, "composed_heads", None) is not None
+    plain_class = type(model).__bases__[0].__name__ if composed else None
+    write_card(folder, trainer.arguments, result, model.config.model_type, plain_class)

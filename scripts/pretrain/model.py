@@ -33,6 +33,7 @@ from dynattn.modeling.layers.differential_heads import DifferentialHeads
 from dynattn.modeling.layers.head_composition import DynamicComposition
 from dynattn.modeling.ops.dcmha.attention import default_implementation
 from dynattn.modeling.ops.dcmha.triton.kernels.registry import load_kernels
+from dynattn.modeling.other_models.compose_heads import composing_class
 
 from ..common.arguments import suggest
 from ..common.carried_memory import check_memory
@@ -104,7 +105,7 @@ def build_model(arguments: PretrainArguments, config: PreTrainedConfig, *, on_me
         if not arguments.init_from:
             scale_initial_weights(model, arguments.base_width)
         checkpoint_activations_if_asked(model, arguments)
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
         source = arguments.init_from or config.model_type
         reason = refusal_of(error) if isinstance(error, SafetensorError) else in_one_line(error)
         raise UserError(f"cannot build the model {source!r}: {reason}") from error
@@ -207,16 +208,16 @@ def _load_or_initialize(arguments: PretrainArguments, config: PreTrainedConfig, 
     options: dict[str, Any] = {"dtype": torch.float32}
     if arguments.attn_implementation is not None:
         options["attn_implementation"] = arguments.attn_implementation
-    auto_class = AUTO_CLASSES[arguments.objective]
+    model_class = composing_class(AUTO_CLASSES[arguments.objective], config)
     if arguments.init_from and not on_meta:
         source = arguments.init_from
-        model, info = auto_class.from_pretrained(
+        model, info = model_class.from_pretrained(
             source, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
         check_loaded(f"init_from={source}", info)
         return model
     with torch.device("meta") if on_meta else nullcontext():
-        return auto_class.from_config(config, **options)
+        return model_class.from_config(config, **options)
 
 
 def _config_class(arguments: PretrainArguments) -> Any:
@@ -259,8 +260,9 @@ def _new_config(arguments: PretrainArguments, overrides: dict[str, Any]) -> PreT
     config_class = _config_class(arguments)
     model_type = config_class.model_type
     fields = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
-    if issubclass(config_class, CompositionConfig):
-        fields.add("mixer")  # not a field: `from_size` replaces it by the fields that it stands for
+    # Not a field of the configuration: `from_size` replaces a mixer by the fields that it stands for, and models of
+    # Transformers keep what `with_composed_heads` was told.
+    fields.add("mixer" if issubclass(config_class, CompositionConfig) else "composed_heads")
     if unknown := sorted(set(arguments.config_overrides) - fields):
         hint = suggest(unknown[0], fields)
         raise UserError(

@@ -1,7 +1,6 @@
 """Composed heads in models of Transformers that call its attention interface: truth is our own families."""
 
 import copy
-import re
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +250,7 @@ def test_a_class_with_composed_heads_loads_plain_and_composed_checkpoints(tmp_pa
     composed_class = with_composed_heads(LlamaForCausalLM, compose_static=True)
     upcycled = composed_class.from_pretrained(tmp_path / "plain", dtype=torch.float64).eval()
     assert type(upcycled).__name__ == "ComposedLlamaForCausalLM" and isinstance(upcycled, LlamaForCausalLM)
+    assert upcycled.config.composed_heads == {"compose_static": True}
     torch.testing.assert_close(upcycled(IDS).logits, model(IDS).logits)
     drawn = {name: p for name, p in upcycled.named_parameters() if "composition." in name}
     assert len(drawn) == 2 * 4
@@ -260,8 +260,11 @@ def test_a_class_with_composed_heads_loads_plain_and_composed_checkpoints(tmp_pa
     )
     strengthen(upcycled)
     upcycled.save_pretrained(tmp_path / "composed")
-    loaded = composed_class.from_pretrained(tmp_path / "composed", dtype=torch.float64).eval()
-    torch.testing.assert_close(loaded(IDS).logits, upcycled(IDS).logits)
+    for loading in (composed_class, with_composed_heads(LlamaForCausalLM)):  # the latter reads the options
+        loaded = loading.from_pretrained(tmp_path / "composed", dtype=torch.float64).eval()
+        torch.testing.assert_close(loaded(IDS).logits, upcycled(IDS).logits)
+    with pytest.raises(ValueError, match=r"composed_heads \(True\) must be options of compose_heads_of, or {} for its"):
+        with_composed_heads(LlamaForCausalLM)(LlamaConfig(**DECODER, composed_heads=True))
 
 
 def test_query_wise_composition_needs_no_place_in_the_cache() -> None:
@@ -278,23 +281,24 @@ def attend(model: PreTrainedModel, **options: Any) -> Any:
 
 
 GEMMA2 = {**GEMMA, "attn_logit_softcapping": 20.0}
-REFUSED: dict[str, tuple[Any, Any, str]] = {
-    "soft caps": (Gemma2ForCausalLM, lambda: Gemma2Config(**GEMMA2), "attention with ['softcap'] cannot have composed"),
-    "sinks": (GptOssForCausalLM, lambda: GptOssConfig(**GEMMA), "attention with ['s_aux'] cannot have composed heads"),
-    "two attentions at once": (
-        DiffLlamaForCausalLM,
-        lambda: DiffLlamaConfig(**DECODER),
-        "DiffLlamaAttention attends in pieces, more than once, or with 4 heads instead of 4; leave it out by names=",
-    ),
+UNFIT: dict[str, tuple[Any, Any, str]] = {
+    "soft caps": (Gemma2ForCausalLM, lambda: Gemma2Config(**GEMMA2), "attention with soft caps cannot have composed"),
+    "sinks": (GptOssForCausalLM, lambda: GptOssConfig(**GEMMA), "attention with sinks cannot have composed heads"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", UNFIT)
 def test_attention_that_cannot_have_composed_heads_is_refused(name: str) -> None:
-    model_class, make_config, message = REFUSED[name]
+    model_class, make_config, message = UNFIT[name]
     model = model_class(make_config()).eval()
+    with pytest.raises(ValueError, match=rf"layers\.0\.self_attn: {message}.*; leave it out by names"):
+        compose_heads_of(model)
+
+
+def test_two_attentions_at_once_are_refused_when_they_are_called() -> None:
+    model = DiffLlamaForCausalLM(DiffLlamaConfig(**DECODER)).eval()
     compose_heads_of(model)
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=r"DiffLlamaAttention attends in pieces, more than once, or .*; leave it out"):
         attend(model)
 
 
