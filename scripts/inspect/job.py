@@ -87,9 +87,11 @@ def check_output(output: Path, overwrite: bool) -> None:
 def check_model(model: PreTrainedModel, arguments: InspectArguments) -> None:
     """Raises UserError for a model without composed heads, and for a layer that it does not have."""
     if not getattr(model.config, "composes", False):
+        in_place = getattr(model.config, "composed_heads", None) is not None
+        why = "composes heads in place, which inspect does not read" if in_place else "composes no heads"
         raise UserError(
-            f"{arguments.model} ({model.config.model_type}) composes no heads; inspect shows composition, so give a "
-            "DCFormer or DCPythia with composition"
+            f"{arguments.model} ({model.config.model_type}) {why}; inspect shows composition, so give a DCFormer or "
+            "DCPythia with composition"
         )
     layers = model.config.num_hidden_layers
     if arguments.layer is not None and not 0 <= arguments.layer < layers:
