@@ -165,6 +165,8 @@ def choose_attention(model: PreTrainedModel, arguments: PretrainArguments, devic
     """
     if arguments.attn_implementation is not None:
         return f"attention: {arguments.attn_implementation}, as asked for"
+    if getattr(model.config, "composed_heads", None) is not None:
+        return f"attention: heads composed in place, with the masks of {model.config._attn_implementation}"
     if not getattr(model.config, "composes", False):
         return f"attention: {model.config._attn_implementation}"
     name, reason = default_implementation(device)
