@@ -195,10 +195,8 @@ def attend_with_composed_heads(
     mask = _joined_mask(attention_mask, position_bias, is_causal, key.shape[2])
     width, padded = value.shape[3], max(query.shape[3], value.shape[3])
     composed = pre is not None or post is not None
-    attend = attention_function_of(
-        choose_implementation(module.choices.implementation, query, mask, NO_TABLES, composed=composed)
-    )
-    output, maps = attend(
+    name = module.choices.implementation or choose_implementation(None, query, mask, NO_TABLES, composed=composed)
+    output, maps = attention_function_of(name)(
         module,
         *(F.pad(states, (0, padded - states.shape[3])) for states in (query, key, value)),
         mask,

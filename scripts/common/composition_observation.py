@@ -14,6 +14,7 @@ from dynattn.modeling.ops.dcmha.composition import Composition
 from dynattn.modeling.ops.dcmha.eager import AttentionMaps, dcmha_eager
 from dynattn.modeling.ops.distance_tables import NO_TABLES, DistanceTables, at_distances
 from dynattn.modeling.ops.masking import both, key_distances, split_mask, visible_keys, with_first_keys
+from dynattn.modeling.other_models.interface_attention import ComposedInterfaceAttention
 
 IMPLEMENTATION = "observed"
 STAGES = ("pre", "post")
@@ -48,6 +49,12 @@ class LayerObservation:
         return before, after
 
 
+def count_layers(model: PreTrainedModel) -> int:
+    """How many layers `attention_through` observes; 0 if the model composes no heads."""
+    in_place = sum(isinstance(module, ComposedInterfaceAttention) for module in model.modules())
+    return model.config.num_hidden_layers if getattr(model.config, "composes", False) else in_place
+
+
 @contextmanager
 def attention_through(
     model: PreTrainedModel,
@@ -57,16 +64,20 @@ def attention_through(
 ) -> Iterator[None]:
     """In the block, the layers of `model` attend by the reference implementation.
 
+    Layers whose heads were composed in place are numbered without the others.
+
     Args:
         change: returns the compositions that a layer computes with, in place of its own.
         keep: called with the number of each layer and what it computed.
     """
+    in_place = [module for module in model.modules() if isinstance(module, ComposedInterfaceAttention)]
 
     def attend(module: Any, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """The attention function, with the interface of Transformers (see `attention_function`)."""
+        layer = in_place.index(module) if in_place else module.layer_idx
         given = {stage: options.pop(stage, None) or Composition() for stage in STAGES}
         # A stage can be without terms; then it mixes nothing and is not one of the layer's.
-        stages = change(module.layer_idx, {stage: one for stage, one in given.items() if one.tensors()})
+        stages = change(layer, {stage: one for stage, one in given.items() if one.tensors()})
 
         def observed(
             query: Tensor, key: Tensor, value: Tensor, *, tables: DistanceTables = NO_TABLES, **call: Any
@@ -75,19 +86,24 @@ def attention_through(
             maps: dict[str, Tensor] = {}
             output, _ = dcmha_eager(query, key, value, tables=tables, hook=maps.setdefault, **call)
             kept = AttentionMaps(**{name: part.float() for name, part in maps.items()})
-            keep(module.layer_idx, LayerObservation(stages, kept, visible_pairs(query, key, tables, call), tables))
+            keep(layer, LayerObservation(stages, kept, visible_pairs(query, key, tables, call), tables))
             return output, None
 
         return attention_function(observed)(module, *args, **options, **stages)
 
     AttentionInterface.register(IMPLEMENTATION, attend)
     AttentionMaskInterface.register(IMPLEMENTATION, compact_mask)
-    config, before = model.config, model.config._attn_implementation
-    config._attn_implementation = IMPLEMENTATION
+    config, before, choices = model.config, model.config._attn_implementation, [module.choices for module in in_place]
+    if not in_place:
+        config._attn_implementation = IMPLEMENTATION
+    for module in in_place:
+        module.choices = module.choices._replace(implementation=IMPLEMENTATION)
     try:
         yield
     finally:
         config._attn_implementation = before
+        for module, chosen in zip(in_place, choices, strict=True):
+            module.choices = chosen
 
 
 def visible_pairs(query: Tensor, key: Tensor, tables: DistanceTables, call: Mapping[str, Any]) -> Tensor:

@@ -13,7 +13,7 @@ from ..common.atomic_file import write_json
 from ..common.atomic_folder import check_nothing_else, recover, staged_folder
 from ..common.builtin_corpus import builtin_corpus_name, builtin_documents
 from ..common.checkpoint_loading import check_vocabulary, load_checkpoint, refuse_nan
-from ..common.composition_observation import LayerObservation
+from ..common.composition_observation import LayerObservation, count_layers
 from ..common.environment import provenance, versions
 from ..common.errors import UserError
 from ..common.folder_names import resolve_destination
@@ -40,7 +40,7 @@ def inspect(arguments: InspectArguments) -> Path:
     model.config.output_attentions = False  # maps are taken from the layers, whose implementation returns none
     tokens, source = read_tokens(tokenizer, model, arguments)
     record, layers = look(model, tokens, arguments.model, source)
-    shown = model.config.num_hidden_layers // 2 if arguments.layer is None else arguments.layer
+    shown = count_layers(model) // 2 if arguments.layer is None else arguments.layer
     with staged_folder(output, check_free) as staging:
         write_report(record, layers[shown], shown, staging)
         write_json(staging / RESULT, record)
@@ -86,14 +86,12 @@ def check_output(output: Path, overwrite: bool) -> None:
 
 def check_model(model: PreTrainedModel, arguments: InspectArguments) -> None:
     """Raises UserError for a model without composed heads, and for a layer that it does not have."""
-    if not getattr(model.config, "composes", False):
-        in_place = getattr(model.config, "composed_heads", None) is not None
-        why = "composes heads in place, which inspect does not read" if in_place else "composes no heads"
+    layers = count_layers(model)
+    if not layers:
         raise UserError(
-            f"{arguments.model} ({model.config.model_type}) {why}; inspect shows composition, so give a DCFormer or "
-            "DCPythia with composition"
+            f"{arguments.model} ({model.config.model_type}) composes no heads; inspect shows composition, so give a "
+            "DCFormer or DCPythia with composition"
         )
-    layers = model.config.num_hidden_layers
     if arguments.layer is not None and not 0 <= arguments.layer < layers:
         raise UserError(f"layer={arguments.layer} must be from 0 to {layers - 1}")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...common.composition_measures import gate_share, head_similarity, term_sizes
-from ...common.composition_observation import LayerObservation, attention_through
+from ...common.composition_observation import LayerObservation, attention_through, count_layers
 
 # The first tokens of a sequence that are measured. The maps of one layer at a time are in memory, for all heads.
 TOKENS = 128
@@ -40,7 +40,7 @@ def measure_health(
             found[f"{name}.gate_share"] = gate_share(sizes)
             found.update({f"{name}.similarity_before": before, f"{name}.similarity_after": after})
 
-    if getattr(model.config, "composes", False):
+    if count_layers(model):
         # A compiled model runs uncompiled here, since it would be compiled anew for the other attention.
         with attention_through(model, keep=measure), torch.compiler.set_stance("force_eager"):
             run({name: tensor[None, :TOKENS] for name, tensor in item.items()})

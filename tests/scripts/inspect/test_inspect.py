@@ -11,7 +11,9 @@ from cases.checkpoints import save_tokenizer
 from cases.html_page import Page
 from cases.models import make_model
 from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from dynattn import with_composed_heads
 from dynattn.modeling.ops.distance_tables import NO_TABLES
 from dynattn.scripts.cli import main
 from dynattn.scripts.common import environment
@@ -36,6 +38,26 @@ def test_observing_changes_nothing_and_keeps_the_models_own_maps() -> None:
     for layer, expected in zip(layers, maps, strict=True):
         torch.testing.assert_close(layer.maps.composed_probs, expected)
         assert set(layer.stages) == {"pre", "post"}
+
+
+def test_heads_composed_in_place_are_observed_as_those_of_our_models(tmp_path: Path) -> None:
+    """Of a Llama with the weights of a DCFormer."""
+    ours = make_model(use_qk_norm=False, layer_types=None, sliding_window=None)
+    fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = {name: getattr(ours.config, name) for name in (*fields, "num_key_value_heads", "rms_norm_eps")}
+    model = with_composed_heads(LlamaForCausalLM)(LlamaConfig(**sizes)).eval()
+    model.load_state_dict(ours.state_dict())
+    (expected, loss), (found, same_loss) = observe(ours, IDS), observe(model, IDS)
+    assert same_loss == pytest.approx(loss, rel=1e-5) and len(found) == len(expected) == 3
+    for layer, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(layer.maps.composed_probs, other.maps.composed_probs, atol=1e-4, rtol=1e-4)
+        assert torch.equal(layer.visible, other.visible)
+    model.config.vocab_size = 300
+    model.resize_token_embeddings(300)
+    model.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    command = ["inspect", str(tmp_path / "model"), "--output", str(tmp_path / "seen"), "--max_tokens", "8"]
+    assert main(command) == 0
 
 
 @pytest.mark.parametrize(("stage", "field"), [("pre", "compose_pre"), ("post", "compose_post")])

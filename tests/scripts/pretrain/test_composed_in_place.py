@@ -14,6 +14,7 @@ from dynattn.scripts.common.checkpoint_loading import load_checkpoint
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments, pretrain
 from dynattn.scripts.pretrain.consolidate import ConsolidateArguments, consolidate
+from dynattn.scripts.pretrain.outputs.metrics import read_metrics
 
 PLAIN = {**LLAMA, "attention_dropout": 0.0}
 COMPOSED = {**PLAIN, "composed_heads": {"compose_rank": 1}}
@@ -30,6 +31,8 @@ def test_a_new_model_trains_resumes_and_is_loaded(corpus: Path, tmp_path: Path) 
     assert type(model).__name__ == "ComposedLlamaForCausalLM"
     learned = [weight for name, weight in model.named_parameters() if name.endswith("composition.gate_weight")]
     assert len(learned) == 2 and all(bool(weight.abs().max() > 0) for weight in learned)
+    health = [row for row in read_metrics(result.output / "metrics.jsonl") if row["split"] == "composition"]
+    assert health and {name.partition(".")[0] for name in health[-1]} >= {"00", "01"}
     card = (Path(result.model) / "README.md").read_text()
     block = card[card.index("import dynattn") :].partition("```")[0].replace("PATH_OR_NAME", str(result.model))
     names: dict[str, Any] = {}
