@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from cases.models import make_model
 from cases.triton_marks import interpreted, on_gpu
+from cases.vision_models import strengthen
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from dynattn import DCFormerConfig, DCFormerForCausalLM
+from dynattn import DCFormerConfig, DCFormerForCausalLM, compose_heads_of
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
@@ -48,6 +50,22 @@ def test_greedy_tokens_of_a_padded_batch(cache: str, device: str) -> None:
     ]
     assert tokens[0].shape == (2, 12)
     assert torch.equal(*tokens)
+
+
+@on_every_device
+def test_heads_composed_in_place(device: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+    plain = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=97, initializer_range=0.2)).eval()
+    compose_heads_of(plain, implementation="eager")
+    strengthen(plain)
+    model = LlamaForCausalLM(plain.config).eval()
+    compose_heads_of(model, implementation="triton")
+    model.load_state_dict(plain.state_dict())
+    ours, theirs = model.to(device), plain.to(device)
+    torch.testing.assert_close(ours(IDS.to(device)).logits, theirs(IDS.to(device)).logits, atol=1e-4, rtol=1e-4)
+    texts = [net.generate(IDS.to(device), max_new_tokens=3, do_sample=False, pad_token_id=0) for net in (ours, theirs)]
+    assert torch.equal(*texts)
 
 
 @pytest.mark.slow
