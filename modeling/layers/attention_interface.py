@@ -100,15 +100,15 @@ def attention_function(attend: Attention) -> Attention:
         Transformers may pass `is_causal`, which comes before the attribute of the module.
 
         Raises:
-            ValueError: the arguments do not fit each other, `dropout` is not 0, or there are `FOREIGN_TERMS`.
+            ValueError: the arguments do not fit each other, `dropout` is not 0, there are `FOREIGN_TERMS`, or without a
+                mask nothing says whether the module is causal.
         """
         _refuse_dropout(dropout)
         _refuse_foreign_terms(unread)
         if paged is not None:
             layer = module.layer_idx
             return paged.attend(layer, query, key, value, pre, post, scaling, sliding_window, attend, tables), None
-        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        masking = mask_arguments(attention_mask, sliding_window, is_causal)
+        masking = mask_arguments(attention_mask, sliding_window, _is_causal(module, is_causal, query, attention_mask))
         mask = masking["attention_mask"]
         others: Any = {"pre": pre, "post": post, "scaling": scaling, "first_keys": first_keys, "tables": tables}
         # The window that is checked is the caller's: the op gets none where its mask includes the window.
@@ -116,6 +116,20 @@ def attention_function(attend: Attention) -> Attention:
         return attend(query, key, value, **others, **masking)
 
     return forward
+
+
+def _is_causal(module: nn.Module, given: bool | None, query: Tensor, attention_mask: Tensor | None) -> bool:
+    """Whether queries `[B, H, T, D]` see no later keys, from the call or else the module's attribute.
+
+    Modules that lack the attribute are of models that know only `eager`, and leave out masks that hide nothing.
+    """
+    causal = getattr(module, "is_causal", None) if given is None else given
+    if causal is None and attention_mask is None and query.shape[2] > 1:
+        raise ValueError(
+            f"{type(module).__name__} does not say whether it is causal, and there is no mask; use "
+            "attn_implementation='eager'"
+        )
+    return bool(causal)
 
 
 def _refuse_dropout(dropout: float) -> None:

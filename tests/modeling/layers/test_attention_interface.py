@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    SplinterConfig,
+    SplinterModel,
+    StaticCache,
+)
 
 from dynattn.modeling.layers.attention_interface import attention_function_of
 
@@ -44,6 +52,16 @@ def test_a_static_cache_of_a_model_of_transformers_is_longer_than_a_prompt() -> 
 def test_terms_that_would_be_ignored_are_refused(term: dict[str, Any]) -> None:
     query, key, value = torch.randn(3, 1, 2, 4, 8).unbind()
     attend = attention_function_of("chunked")
-    attend(nn.Module(), query, key, value, None, scaling=1.0, softcap=None)
+    attend(nn.Module(), query, key, value, None, scaling=1.0, softcap=None, is_causal=True)
     with pytest.raises(ValueError, match=rf"would ignore \['{next(iter(term))}'\] of the model; use attn_impl.*eager"):
         attend(nn.Module(), query, key, value, None, scaling=1.0, **term)
+
+
+def test_a_module_that_does_not_say_whether_it_is_causal_is_refused() -> None:
+    """A Splinter is not, and knows only `eager`."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = SplinterConfig(**sizes, vocab_size=20, question_token_id=3, attention_probs_dropout_prob=0.0)
+    model = SplinterModel(config).eval()
+    model.set_attn_implementation("chunked")
+    with pytest.raises(ValueError, match=r"SplinterSelfAttention does not say whether it is causal.*use attn_impl"):
+        model(torch.arange(2, 12)[None])

@@ -295,7 +295,7 @@ def wrong_arguments(wrong: dict[str, Any], queries: int) -> dict[str, Any]:
 
 def through_interface(attend: Attention, arguments: dict[str, Any]) -> None:
     """Calls an implementation as Transformers' attention interface does."""
-    attention_function(attend)(nn.Module(), **arguments)
+    attention_function(attend)(nn.Module(), is_causal=True, **arguments)
 
 
 @pytest.mark.parametrize("queries", [1, 5])
