@@ -49,7 +49,7 @@ def test_the_quickstarts_table_and_plot_come_from_the_runs(finished_runs: Path) 
     assert (finished_runs / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("moved", "says"), [(0.004, "no more than the 0.0199"), (-0.3, "; more than the 0.0199")])
+@pytest.mark.parametrize(("moved", "says"), [(0.004, "no more than the 0.0146"), (-0.3, "; more than the 0.0146")])
 def test_the_quickstart_says_where_its_losses_fell(finished_runs: Path, moved: float, says: str) -> None:
     write_losses(finished_runs, moved, quickstart.RECORDED_TEXT)
     shown = quickstart.placement(finished_runs, quickstart.QuickstartArguments())
