@@ -30,8 +30,6 @@ NAME = "composed_heads"
 QUERY_PROJECTIONS = ("q_proj", "query", "q_lin", "q", "linear_q", "to_q", "Wq", "q_attn", "q_a_proj")
 KEY_PROJECTIONS = ("k_proj", "key", "k_lin", "k", "linear_k", "to_k", "Wk", "kv_a_proj_with_mqa")
 JOINT_PROJECTIONS = ("qkv", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
-# Implementations for which a model makes masks with an entry for every pair of query and key, or none.
-MASKING_IMPLEMENTATIONS = ("sdpa", "eager", *registered_implementations())
 
 
 class Choices(NamedTuple):
@@ -79,7 +77,8 @@ class ComposedInterfaceAttention(SideGenerators):
             ValueError: the model makes masks for another kind of implementation, or the cache cannot keep factors.
         """
         name = self.model_config._attn_implementation
-        if name not in (None, *MASKING_IMPLEMENTATIONS):
+        # For these a model makes masks with an entry for every pair of query and key, or none.
+        if name not in (None, "sdpa", "eager", *registered_implementations()):
             raise ValueError(f"attn_implementation={name!r} has no masks for composed heads; use 'sdpa' for the model")
         cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, Cache)), None)
         self.cache_layer = self._layer_of(cache)
@@ -227,9 +226,13 @@ def _refuse_options(
 
 
 def _joined_mask(mask: Tensor | None, bias: Tensor | None, is_causal: bool, keys: int) -> Tensor | None:
-    """A mask and a bias, each broadcastable to `[B, H, T, S]`, as one mask with four dimensions."""
+    """A mask and a bias, each broadcastable to `[B, H, T, S]`, as one mask with four dimensions.
+
+    A bias may go on behind the `keys` that are attended to, into empty places of a static cache.
+    """
     if bias is None:
         return None if mask is None else four_dimensional(mask)
+    bias = bias[..., :keys]
     if is_causal:
         queries = bias.shape[-2]
         mask = torch.ones(queries, keys, dtype=torch.bool, device=bias.device).tril(keys - queries)

@@ -221,6 +221,19 @@ def test_a_learned_position_bias_gets_its_gradient() -> None:
         torch.testing.assert_close(composed.get_parameter(name).grad, grad, atol=1e-10, rtol=1e-6)
 
 
+@torch.no_grad()
+def test_a_position_bias_over_a_static_cache_that_is_longer_than_the_prompt() -> None:
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(T5Config(**T5_SIZES, **T5_TOKENS)).eval()
+    prompt = torch.cat([torch.zeros(2, 1, dtype=torch.long), IDS[:, :4]], dim=1)
+    options = {**GREEDY, "decoder_input_ids": prompt, "output_logits": True, "return_dict_in_generate": True}
+    expected = torch.stack(model.generate(IDS, **options).logits)
+    compose_heads_of(model)
+    for cache in ({}, {"cache_implementation": "static"}):
+        found = torch.stack(model.generate(IDS, **options, **cache).logits)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_models_without_sdpa_stay_bidirectional() -> None:
     """A Splinter does not say that it is, and makes no mask where nothing is hidden."""
     sizes = {**SIZES, "vocab_size": 97, "question_token_id": 5, "initializer_range": 0.2}
