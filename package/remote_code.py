@@ -2,22 +2,24 @@
 
 Transformers loads such code from one folder without sub-packages. So the modules that the classes need are found by
 following their imports, and every import is rewritten to a module of the same folder. The classes may also be variants
-that somebody else registered, whose modules import this package by name.
+that somebody else registered, whose modules import this package by name, or models of Transformers with composed heads.
 """
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_imports
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from dynattn import __version__
+from dynattn import __version__, with_composed_heads
+from dynattn.modeling.other_models.compose_heads import composed_name
 
 PACKAGE = __name__.partition(".")[0]
 # The package in which Transformers puts code that it loads from a checkpoint's folder.
@@ -25,10 +27,31 @@ REMOTE = "transformers_modules"
 # A module that defines this name is replaced by its constants (see `constants_instead`).
 FLAT_CONSTANTS = re.compile(r"^FLAT_CONSTANTS\b", re.MULTILINE)
 IMPORT_SOURCE = re.compile(r"from\s+[\w.]+")
+# The module with the class of a model of Transformers that has composed heads.
+COMPOSED_MODULE = "modeling_composed"
+COMPOSED_CODE = """\
+# Made by {package} {version}, for loading with trust_remote_code.
+from transformers import {plain}
+
+from .{defined_in} import {composed}
+
+
+class {name}({composed}({plain})):
+    pass
+"""
+
+
+class Code(NamedTuple):
+    """Code of classes, and the `auto_map` of a configuration that names them."""
+
+    files: dict[str, str]  # the text of each file
+    auto_map: dict[str, str]  # MODULE.CLASS by the name of the Auto class that returns it
 
 
 def write_code(config: PreTrainedConfig, folder: str | Path) -> list[str]:
     """Writes the code of all classes registered for `config` into `folder` and points its `auto_map` at them.
+
+    For a model of Transformers with composed heads, it is the code of the class that `config.architectures` names.
 
     Returns:
         The names of the files; none for a configuration class whose code does not travel.
@@ -36,16 +59,54 @@ def write_code(config: PreTrainedConfig, folder: str | Path) -> list[str]:
     Raises:
         ValueError: the code of the package cannot be made flat.
     """
-    if not travels(type(config)):
+    if plain := plain_classes(config):
+        code = _code_of_composed(plain)
+    elif travels(type(config)):
+        code = _code_of_registered(registered_classes(type(config)))
+    else:
         return []
-    classes = registered_classes(type(config))
-    files = flat_code(classes.values())
     Path(folder).mkdir(parents=True, exist_ok=True)
-    for name, source in files.items():
+    for name, source in code.files.items():
         Path(folder, name).write_text(source, encoding="utf-8")
         _check_what_transformers_sees(Path(folder, name))
-    config.auto_map = {auto: f"{flat_name(cls.__module__)}.{cls.__name__}" for auto, cls in classes.items()}
-    return sorted(files)
+    config.auto_map = code.auto_map
+    return sorted(code.files)
+
+
+def _code_of_registered(classes: dict[str, type]) -> Code:
+    """The code of classes whose modules travel, given by the Auto classes that return them."""
+    auto_map = {auto: f"{flat_name(cls.__module__)}.{cls.__name__}" for auto, cls in classes.items()}
+    return Code(flat_code(classes.values()), auto_map)
+
+
+def _code_of_composed(plain: dict[str, type]) -> Code:
+    """The code of a model with composed heads, whose class without them is given by the Auto classes that return it."""
+    cls = next(iter(plain.values()))
+    source = COMPOSED_CODE.format(
+        package=PACKAGE,
+        version=__version__,
+        plain=cls.__name__,
+        name=composed_name(cls),
+        composed=with_composed_heads.__name__,
+        defined_in=flat_name(with_composed_heads.__module__),
+    )
+    files = {**flat_code([with_composed_heads]), f"{COMPOSED_MODULE}.py": source}
+    return Code(files, {auto: f"{COMPOSED_MODULE}.{composed_name(cls)}" for auto in plain})
+
+
+def plain_classes(config: PreTrainedConfig) -> dict[str, type]:
+    """For a model with composed heads, its class without them, by each Auto class that returns it.
+
+    Empty if the first one of `config.architectures` is no such class of a model of Transformers.
+    """
+    wanted = next(iter(config.architectures or ()), None)
+    if getattr(config, "composed_heads", None) is None:
+        return {}
+    return {
+        auto: cls
+        for auto, cls in _auto_classes(type(config))
+        if root_of(cls) == "transformers" and composed_name(cls) == wanted
+    }
 
 
 def travels(config_class: type[PreTrainedConfig]) -> bool:
@@ -68,15 +129,20 @@ def root_of(cls: type) -> str:
 
 def registered_classes(config_class: type[PreTrainedConfig]) -> dict[str, type]:
     """The classes whose code travels, by the Auto class that returns them for `config_class`; `AutoConfig` first."""
-    classes: dict[str, type] = {"AutoConfig": config_class}
-    for name, auto in vars(modeling_auto).items():
-        mapping = getattr(auto, "_model_mapping", None)
-        if name.startswith("Auto") and mapping is not None and config_class in mapping:
-            classes[name] = mapping[config_class]
+    classes = {"AutoConfig": config_class, **dict(_auto_classes(config_class))}
     return {name: cls for name, cls in classes.items() if root_of(cls) in (PACKAGE, root_of(config_class))}
 
 
-def flat_code(classes: Iterable[type]) -> dict[str, str]:
+def _auto_classes(config_class: type[PreTrainedConfig]) -> Iterator[tuple[str, type]]:
+    """The names of the Auto classes that know `config_class`, and what each returns for it."""
+    for name, auto in vars(modeling_auto).items():
+        mapping = getattr(auto, "_model_mapping", None)
+        if name.startswith("Auto") and mapping is not None and config_class in mapping:
+            returned = mapping[config_class]
+            yield from ((name, cls) for cls in (returned if isinstance(returned, tuple | list) else [returned]))
+
+
+def flat_code(classes: Iterable[type | Callable[..., object]]) -> dict[str, str]:
     """The source of the modules of `classes` and of all that they import from this package or their own, by file name.
 
     Raises:

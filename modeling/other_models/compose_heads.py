@@ -1,11 +1,13 @@
 """Adds composed heads to the attention of other models: of PyTorch, Transformers and timm."""
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...configuration.portable_config import PortableConfig
 from ..layers.head_composition import DynamicComposition, init_composition
 from .adapters import ADAPTERS, adapter_of, plan_composition
 from .multihead_attention import ComposedMultiheadAttention
@@ -113,6 +115,8 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
     """
 
     class Composed(model_class):  # type: ignore[misc, valid-type]
+        _auto_class = None  # code that came with `model_class` has no composed heads
+
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
             chosen = options or getattr(config, "composed_heads", None) or {}
@@ -128,6 +132,14 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
             """A new model, as the Auto classes make it."""
             return cls._from_config(config, **kwargs)
 
+        def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
+            """As in Transformers; with an `auto_map`, the code that it names is written, too."""
+            writer = PortableConfig.code_writer
+            if writer is not None and is_main_process and getattr(self.config, "auto_map", None):
+                self.config.architectures = [composed_name(model_class)]
+                writer(self.config, Path(save_directory))
+            super().save_pretrained(save_directory, is_main_process, **kwargs)
+
         def initialize_weights(self) -> None:
             """Draws the weights that a checkpoint lacks; the models within draw theirs without those of composition."""
             super().initialize_weights()
@@ -135,9 +147,14 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
                 if isinstance(module, DynamicComposition):
                     init_composition(module, scale=0.0)
 
-    Composed.__name__ = Composed.__qualname__ = f"Composed{model_class.__name__}"
+    Composed.__name__ = Composed.__qualname__ = composed_name(model_class)
     Composed.__doc__ = f"A `{model_class.__name__}` with composed heads."
     return Composed
+
+
+def composed_name(model_class: type) -> str:
+    """The name of the class that `with_composed_heads` makes of `model_class`."""
+    return f"Composed{model_class.__name__}"
 
 
 def composing_class(auto_class: Any, config: Any) -> Any:

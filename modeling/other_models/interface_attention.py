@@ -18,14 +18,16 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from ..caches.composed_cache import upgrade_layer
 from ..layers.attention_interface import FOREIGN_TERMS, attention_function_of, registered_implementations
 from ..layers.head_composition import PackedFactors
+from ..ops.custom_operators import NAMESPACE
 from ..ops.dcmha.attention import choose_implementation
 from ..ops.dcmha.composition import Composition
 from ..ops.distance_tables import NO_TABLES
 from ..ops.masking import four_dimensional
 from .side_generators import SideGenerators
 
-# The name of the attention function in the configurations of composed modules.
-NAME = "composed_heads"
+# The name of the attention function in the configurations of composed modules. Other copies of this code, which came
+# with models, register functions of their own.
+NAME = f"{NAMESPACE}_composed_heads"
 # Names of the submodules that project queries, keys, or both at once, in the models of Transformers.
 QUERY_PROJECTIONS = ("q_proj", "query", "q_lin", "q", "linear_q", "to_q", "Wq", "q_attn", "q_a_proj")
 KEY_PROJECTIONS = ("k_proj", "key", "k_lin", "k", "linear_k", "to_k", "Wk", "kv_a_proj_with_mqa")

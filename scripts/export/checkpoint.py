@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from dynattn.families import FAMILIES
-from dynattn.modeling.positions.rotary import batch_dependent_rope
+from dynattn.modeling.other_models.compose_heads import composing_class
+from dynattn.modeling.positions.rotary import BATCH_DEPENDENT, batch_dependent_rope
 
 from ..common.checkpoint_files import read_config
 from ..common.checkpoint_loading import check_loaded
@@ -22,14 +23,17 @@ def load_checkpoint(folder: Path) -> PreTrainedModel:
             be exported, is quantized, or is damaged.
     """
     config = read_config(folder)
-    model_type = config.get("model_type")
-    if model_type not in FAMILIES:
-        raise UserError(f"{folder} holds a model of type {model_type!r}; only {', '.join(FAMILIES)} can be exported")
-    if not any(name.endswith("ForCausalLM") for name in config.get("architectures") or ()):
+    model_type, composed = config.get("model_type"), config.get("composed_heads") is not None
+    if model_type not in FAMILIES and not composed:
+        raise UserError(
+            f"{folder} holds a model of type {model_type!r}; only {', '.join(FAMILIES)} can be exported, and models of "
+            "Transformers with composed heads"
+        )
+    if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.get("architectures") or ()):
         raise UserError(f"{folder} holds no causal language model; only these have a prefill and a decoding graph")
     refuse_segments(config.get("memory_type"), folder)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = composing_class(AutoModelForCausalLM, AutoConfig.from_pretrained(folder)).from_pretrained(
             folder,
             dtype=torch.float32,
             output_loading_info=True,
@@ -58,7 +62,12 @@ def refuse_segments(memory_type: object, folder: Path) -> None:
 
 def refuse_batch_dependent_rope(config: Any, folder: Path) -> None:
     """Raises UserError for rotary angles that depend on the longest row: no graph holds the choice between them."""
-    rope_type = batch_dependent_rope(config) if hasattr(config, "rope_of") else None
+    if hasattr(config, "rope_of"):
+        rope_type = batch_dependent_rope(config)
+    else:  # of Transformers, which keeps one set of parameters, or one for each layer type
+        parameters = getattr(config, "rope_parameters", None) or {}
+        sets = (parameters, *(each for each in parameters.values() if isinstance(each, dict)))
+        rope_type = next((each["rope_type"] for each in sets if each.get("rope_type") in BATCH_DEPENDENT), None)
     if rope_type is not None:
         raise UserError(
             f"{folder} has rope_type {rope_type!r}, which chooses other angles for longer texts, and a graph cannot; "

@@ -10,6 +10,8 @@ from torch.export import Dim
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from dynattn.modeling.other_models.interface_attention import ComposedInterfaceAttention
+
 from .formats import Format
 
 if TYPE_CHECKING:  # older versions of Transformers do not have it
@@ -62,12 +64,18 @@ def export_graphs(model: PreTrainedModel, target: Format) -> "ExportedModel":
 def exportable_attention(model: PreTrainedModel) -> Iterator[None]:
     """In the block, the model runs with an attention implementation that can be exported."""
     before = model.config._attn_implementation
+    composed = [module for module in model.modules() if isinstance(module, ComposedInterfaceAttention)]
+    choices = [module.choices for module in composed]
     if before not in EXPORTABLE:
         model.set_attn_implementation("eager")
+    for module in composed:  # in a model of Transformers, which makes only the masks
+        module.choices = module.choices._replace(implementation="eager")
     try:
         yield
     finally:
         model.set_attn_implementation(before)
+        for module, choice in zip(composed, choices, strict=True):
+            module.choices = choice
 
 
 def dynamic_shapes(inputs: dict[str, Any], largest: Sequence[int | None] = (None, None)) -> dict[str, Any]:

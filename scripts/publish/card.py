@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from transformers import PreTrainedConfig
 
-from dynattn.remote_code import root_of
+from dynattn.remote_code import PACKAGE, root_of
 
 from ..common.checkpoint_files import require_inside
 from ..common.errors import UserError, last_line
@@ -82,6 +82,29 @@ LIMITS = {
 - The images it was trained on decide what it can do; its answers may be wrong or biased.""",
 }
 
+USAGE_COMPOSED = """\
+## How to load
+
+This is a `{plain}` of Transformers with composed heads. The code files of this repository add them, but Transformers
+never runs code by default: say so, after you have read the files, and pin the `revision` that you read when you load
+from the Hub. Otherwise Transformers drops the weights of the composition with a warning.
+
+```python
+from transformers import {imports}
+
+{load_remote}
+```
+
+With the `{package}` package installed, its own code is used:
+
+```python
+import {package}
+from transformers import {imports_plain}
+
+{load_composed}
+```
+"""
+
 USAGE = """\
 ## How to load
 
@@ -125,7 +148,7 @@ def make_card(checkpoint: Checkpoint, arguments: PublishArguments) -> str:
         data.eval_results = merge_evaluation(data.eval_results or [], scores, data.model_name)
     if repo is not None:
         card.text = card.text.replace(PLACEHOLDER, _quote(repo))
-    if f"import {root_of(type(checkpoint.config))}" not in card.text or "trust_remote_code=True" not in card.text:
+    if f"import {_package(checkpoint)}" not in card.text or "trust_remote_code=True" not in card.text:
         card.text = f"{card.text.rstrip()}\n\n{_usage(checkpoint, name)}"
     return str(card)
 
@@ -164,12 +187,15 @@ def _complete_metadata(data: Any, checkpoint: Checkpoint, license_name: str | No
     data.pipeline_tag = data.pipeline_tag or TASKS.get(checkpoint.auto_class, default)
     data.license = license_name or data.license
     tags = [data.tags] if isinstance(data.tags, str) else list(data.tags or [])
-    wanted = ["dynattn", checkpoint.config.model_type, "custom_code", f"arxiv:{checkpoint.family.paper}"]
+    wanted = ["dynattn", checkpoint.config.model_type, "custom_code", f"arxiv:{checkpoint.paper}"]
     data.tags = tags + [tag for tag in wanted if tag not in tags]
 
 
 def _render(checkpoint: Checkpoint, name: str) -> str:
-    docstring = sys.modules[checkpoint.model_class.__module__].__doc__ or checkpoint.config.model_type
+    described: Any = checkpoint.model_class
+    if checkpoint.plain_class is None:
+        described = sys.modules[described.__module__]
+    docstring = described.__doc__ or checkpoint.config.model_type
     return RENDERED.format(
         name=name,
         summary=docstring.strip().splitlines()[0],
@@ -177,7 +203,7 @@ def _render(checkpoint: Checkpoint, name: str) -> str:
         usage=_usage(checkpoint, name),
         architecture=table(["field", "value"], _architecture(checkpoint.config)),
         limits=LIMITS[checkpoint.reads],
-        citation=_bibtex(checkpoint.family.paper),
+        citation=_bibtex(checkpoint.paper),
     )
 
 
@@ -187,9 +213,13 @@ def _architecture(config: PreTrainedConfig) -> list[tuple[str, str]]:
     Values are escaped, because pages on the Hub would obey HTML in them.
     """
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    names = [field.name for field in dataclasses.fields(config) if field.name not in common]
-    values = {name: getattr(config, name) for name in names}
-    shown = {name: _format_value(value) for name, value in values.items() if value is not None}
+    names = [*(field.name for field in dataclasses.fields(config) if field.name not in common), "composed_heads"]
+    values = {name: getattr(config, name, None) for name in names}
+    shown = {
+        name: _format_value(value)
+        for name, value in values.items()
+        if value is not None and not isinstance(value, PreTrainedConfig)  # such as that of a part for pictures
+    }
     return [(f"`{name}`", html.escape(value, quote=False)) for name, value in shown.items()]
 
 
@@ -208,17 +238,30 @@ def _bibtex(paper: str) -> str:
 
 
 def _usage(checkpoint: Checkpoint, name: str) -> str:
-    quoted, classes = _quote(name), [checkpoint.auto_class, *(["AutoTokenizer"] if checkpoint.tokenizer else [])]
+    others = ["AutoTokenizer"] if checkpoint.tokenizer else []
     if "preprocessor_config.json" in checkpoint.files_to_copy:
-        classes.append("AutoImageProcessor")
+        others.append("AutoImageProcessor")
 
-    def load(options: str) -> str:
+    def load(model: str, options: str = "") -> str:
         variables = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "processor"}
-        return "\n".join(f"{variables.get(cls, 'model')} = {cls}.from_pretrained({quoted}{options})" for cls in classes)
+        return "\n".join(
+            f"{variables.get(cls, 'model')} = {cls}.from_pretrained({_quote(name)}{options})"
+            for cls in (model, *others)
+        )
 
-    package, imports = root_of(type(checkpoint.config)), ", ".join(classes)
-    loads = {"load": load(""), "load_remote": load(", trust_remote_code=True")}
-    return USAGE.format(package=package, imports=imports, **loads)
+    auto, plain = checkpoint.auto_class, checkpoint.plain_class
+    texts = {"package": _package(checkpoint), "imports": ", ".join([auto, *others])}
+    texts |= {"load": load(auto), "load_remote": load(auto, ", trust_remote_code=True")}
+    if plain is None:
+        return USAGE.format(**texts)
+    composed = load(f"{PACKAGE}.with_composed_heads({plain.__name__})")
+    imports = ", ".join([*others, plain.__name__])
+    return USAGE_COMPOSED.format(**texts, plain=plain.__name__, imports_plain=imports, load_composed=composed)
+
+
+def _package(checkpoint: Checkpoint) -> str:
+    """The package whose code the model is of, apart from what is of Transformers."""
+    return PACKAGE if checkpoint.plain_class is not None else root_of(type(checkpoint.config))
 
 
 def _quote(name: str) -> str:

@@ -2,14 +2,17 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from dynattn.families import FAMILIES, Family, family_of
-from dynattn.remote_code import registered_classes, travels
+from dynattn.families import FAMILIES, family_of
+from dynattn.modeling.other_models.compose_heads import with_composed_heads
+from dynattn.remote_code import plain_classes, registered_classes, root_of, travels
 
 from ..common.checkpoint_files import COMPANION_PATTERNS, TOKENIZER_PATTERNS, check_sizes, matching_files, read_config
 from ..common.checkpoint_loading import highest_id
@@ -18,33 +21,45 @@ from ..common.folder_names import resolve_folder
 from ..common.weight_files import WEIGHTS, WEIGHTS_INDEX, StoredTensor, check_places, find_weight_files, read_header
 
 PICTURES = ("*.png", "*.svg")  # of the card
+# The main inputs of models that `probe` can measure.
+INPUTS = ("input_ids", "pixel_values")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint of one of this package's families, whose configuration, weights and tokenizer were checked."""
+    """A checkpoint whose configuration, weights and tokenizer were checked.
+
+    It is of one of this package's families, or of a model of Transformers with composed heads.
+    """
 
     folder: Path
     config: PreTrainedConfig
     auto_class: str  # the Auto class of its architecture, such as "AutoModelForCausalLM"
-    model_class: type
+    model_class: type[PreTrainedModel]
+    plain_class: type | None  # what `model_class` adds composed heads to, in a model of Transformers
     elements: Counter[str]  # of the weights, by dtype; copies of a tied embedding do not count
     tokenizer: PreTrainedTokenizerBase | None
     files_to_copy: list[str]  # what is published unchanged: weights, tokenizer, license, pictures of the card ...
 
     @property
     def reads(self) -> str:
-        """The main input of its model: `"input_ids"` or `"pixel_values"`."""
-        return getattr(self.model_class, "main_input_name", "input_ids")
+        """The main input of its model, one of `INPUTS`."""
+        return self.model_class.main_input_name
 
     @property
-    def family(self) -> Family:
-        """The family of its configuration or, for a registered variant, the family that it derives from."""
+    def paper(self) -> str:
+        """The identifier on arXiv of what introduced its architecture.
+
+        Raises:
+            UserError: its configuration is a registered one that derives from no family of this package.
+        """
+        if self.plain_class is not None:
+            return FAMILIES["dcformer"].paper
         family = family_of(self.config)
         if family is None:
             made_of = ", ".join(FAMILIES)
             raise UserError(f"{type(self.config).__name__} is a variant of none of {made_of}; only these are published")
-        return family
+        return family.paper
 
 
 def read_checkpoint(path: str) -> Checkpoint:
@@ -55,7 +70,7 @@ def read_checkpoint(path: str) -> Checkpoint:
     """
     folder = resolve_folder(path)
     raw = read_config(folder)
-    config_class = _find_config_class(raw.get("model_type"), folder)
+    config_class = _find_config_class(raw, folder)
     weight_files, tensors = _read_headers(folder)
     check_sizes(raw, {name: tensor.shape for name, tensor in tensors.items()})
     try:
@@ -64,7 +79,13 @@ def read_checkpoint(path: str) -> Checkpoint:
         raise UserError(
             f"{folder / 'config.json'} is not a valid {config_class.__name__}: {refusal_of(error)}"
         ) from error
-    auto_class, model_class = _find_model_class(config, folder)
+    auto_class, model_class, plain_class = _find_model_class(config, folder)
+    if model_class.main_input_name not in INPUTS:
+        raise UserError(
+            f"{model_class.__name__} reads {model_class.main_input_name}, and only models that read "
+            f"{' or '.join(INPUTS)} can be verified; its own `push_to_hub` needs no code: dynattn.with_composed_heads "
+            "loads it"
+        )
     tokenizer = _load_tokenizer(folder, rows=getattr(config, "vocab_size", 0))
     patterns = (*COMPANION_PATTERNS, *PICTURES, *(TOKENIZER_PATTERNS if tokenizer is not None else ()))
     files = list(dict.fromkeys([*weight_files, *matching_files(folder, patterns)]))
@@ -75,7 +96,7 @@ def read_checkpoint(path: str) -> Checkpoint:
     for name, tensor in tensors.items():
         if name not in copies:
             elements[tensor.dtype] += math.prod(tensor.shape)
-    return Checkpoint(folder, config, auto_class, model_class, elements, tokenizer, files)
+    return Checkpoint(folder, config, auto_class, model_class, plain_class, elements, tokenizer, files)
 
 
 def _read_headers(folder: Path) -> tuple[list[str], dict[str, StoredTensor]]:
@@ -95,25 +116,34 @@ def _read_headers(folder: Path) -> tuple[list[str], dict[str, StoredTensor]]:
     return [*(path.name for path in files), *([WEIGHTS_INDEX] if placed else [])], tensors
 
 
-def _find_config_class(model_type: str | None, folder: Path) -> type[PreTrainedConfig]:
-    if model_type is None or model_type not in CONFIG_MAPPING or not travels(CONFIG_MAPPING[model_type]):
-        raise UserError(
-            f"{folder} holds a model of type {model_type!r}; only {', '.join(FAMILIES)} can be published, and variants "
-            "of them that a module registers: name it with --import"
-        )
-    return CONFIG_MAPPING[model_type]
+def _find_config_class(raw: Mapping[str, Any], folder: Path) -> type[PreTrainedConfig]:
+    model_type = raw.get("model_type")
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
+        known = CONFIG_MAPPING[model_type]
+        composed = raw.get("composed_heads") is not None and root_of(known) == "transformers"
+        if composed or travels(known):
+            return known
+    raise UserError(
+        f"{folder} holds a model of type {model_type!r}; only {', '.join(FAMILIES)} can be published, variants of them "
+        "that a module registers (name it with --import), and models of Transformers with composed heads"
+    )
 
 
-def _find_model_class(config: PreTrainedConfig, folder: Path) -> tuple[str, type]:
-    registered = registered_classes(type(config))
+def _find_model_class(config: PreTrainedConfig, folder: Path) -> tuple[str, type[PreTrainedModel], type | None]:
+    """The Auto class of the architecture, its class, and the class to which that one adds composed heads."""
+    if plain := plain_classes(config):
+        auto_class = min(plain, key="AutoModelForPreTraining".__eq__)  # any other one is better
+        return auto_class, with_composed_heads(plain[auto_class]), plain[auto_class]
+    registered = registered_classes(type(config)) if travels(type(config)) else {}
     by_name = {cls.__name__: (auto, cls) for auto, cls in registered.items() if auto != "AutoConfig"}
     architecture = next(iter(config.architectures or ()), None)
     if architecture not in by_name:
+        known = ", ".join(sorted(by_name)) or "those that dynattn.with_composed_heads makes of a class of Transformers"
         raise UserError(
-            f"the architecture {architecture!r} in {folder / 'config.json'} is none of {', '.join(sorted(by_name))}; "
-            "save the model with `save_pretrained`"
+            f"the architecture {architecture!r} in {folder / 'config.json'} is none of {known}; save the model with "
+            "`save_pretrained`"
         )
-    return by_name[architecture]
+    return (*by_name[architecture], None)
 
 
 def _load_tokenizer(folder: Path, rows: int) -> PreTrainedTokenizerBase | None:

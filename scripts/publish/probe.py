@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 PACKAGE = "dynattn"
-ROWS, LENGTH, DECODED, GENERATED = 3, 24, 4, 8
+ROWS, LENGTH, DECODED, GENERATED, IMAGE_SIZE = 3, 24, 4, 8, 64
 TEXT = "Heads are composed before and after the softmax; 2405.08553."
 
 
@@ -147,7 +147,8 @@ def _probe_tokens(model: Any) -> Tensor:
     A classifier without a padding token could not find the ends of several rows.
     """
     config = model.config.get_text_config()
-    shape = (ROWS if model.can_generate() else 1, min(LENGTH, config.max_position_embeddings))
+    length = min(LENGTH, getattr(config, "max_position_embeddings", LENGTH))  # positions need not be limited
+    shape = (ROWS if model.can_generate() else 1, length)
     return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
@@ -164,13 +165,21 @@ def _target(model: Any, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def _measure_images(model: Any) -> dict[str, Tensor]:
-    """First outputs for random images `[B, C, h, w]` of the configured size, and of twice as many patches each way."""
+    """First outputs for random images `[B, C, h, w]`, and if the model takes them of twice as many patches each way."""
     generator, channels = torch.Generator().manual_seed(0), model.config.num_channels
-    height, width = model.config.image_shape
+    height, width = _image_shape(model.config)
     pixels = torch.randn(ROWS, channels, height, width, generator=generator)
-    larger = torch.randn(ROWS, channels, 2 * height, 2 * width, generator=generator)
-    answers = {"plain": model(pixels)[0], "larger": model(larger, interpolate_pos_encoding=True)[0]}
+    answers = {"plain": model(pixels)[0]}
+    if "interpolate_pos_encoding" in signature(model.forward).parameters:
+        larger = torch.randn(ROWS, channels, 2 * height, 2 * width, generator=generator)
+        answers["larger"] = model(larger, interpolate_pos_encoding=True)[0]
     return {name: answer.contiguous() for name, answer in answers.items()}
+
+
+def _image_shape(config: Any) -> tuple[int, int]:
+    """Height and width of images, or a size of our choice for a model that reads any."""
+    size = getattr(config, "image_shape", None) or getattr(config, "image_size", None) or IMAGE_SIZE
+    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def _decode(model: Any, tokens: Tensor) -> Tensor:
@@ -182,10 +191,11 @@ def _decode(model: Any, tokens: Tensor) -> Tensor:
     source = {"input_ids": tokens} if target else {}
     name, sequence = next(iter(target.items()), ("input_ids", tokens))
     prompt = max(1, sequence.shape[1] - DECODED)
+    argument = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
     step = model(**source, **{name: sequence[:, :prompt]}, use_cache=True)
     outputs = [step[0]]
     for token in sequence[:, prompt:].split(1, dim=1):
-        step = model(**source, **{name: token}, past_key_values=_cache_of(step), use_cache=True)
+        step = model(**source, **{name: token, argument: _cache_of(step)}, use_cache=True)
         outputs.append(step[0])
     return torch.cat(outputs, dim=1)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -39,13 +38,12 @@ def answers_with_package(checkpoint: Checkpoint) -> dict[str, Tensor]:
     Raises:
         UserError: it does not load, its weights do not fit its configuration, or its outputs are not finite.
     """
-    auto = getattr(transformers, checkpoint.auto_class)
+    options: Any = {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        model, info = auto.from_pretrained(
-            checkpoint.folder, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
-        )
+        loaded: Any = checkpoint.model_class.from_pretrained(checkpoint.folder, **options)
     except (ArithmeticError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         raise UserError(f"{checkpoint.folder} does not load: {refusal_of(error)}") from error
+    model, info = loaded
     check_loaded(str(checkpoint.folder), info, exactly=True)
     answers = probe.measure(model.eval(), checkpoint.tokenizer)
     for name, answer in answers.items():

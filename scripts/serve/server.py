@@ -17,16 +17,18 @@ from fastapi.responses import JSONResponse
 from huggingface_hub.errors import CacheNotFound
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cli.serving import server, utils
 from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.model_manager import ModelManager, split_revision
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler, CBGenerateManager, CBWorkerDeadError
 from transformers.cli.transformers import app
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 from transformers.utils.logging import log_levels
 
 from dynattn.modeling.layers.attention_interface import registered_implementations
+from dynattn.modeling.other_models.compose_heads import composed_name, with_composed_heads
 from dynattn.modeling.serving.continuous_batching import ComposedBatchingManager
 from dynattn.modeling.serving.requirements import (
     check_joins,
@@ -35,6 +37,7 @@ from dynattn.modeling.serving.requirements import (
     new_token_limit,
     with_defaults_of,
 )
+from dynattn.remote_code import plain_classes
 
 from ..common.checkpoint_files import check_has_config
 from ..common.checkpoint_loading import check_place, find_device
@@ -141,8 +144,9 @@ def load_language_model(manager: ModelManager, name: str, *args: Any, **options:
     """In the place of `ModelManager._load_model`, which looks for the model's class in the module `transformers` alone.
 
     Raises:
-        ValueError: the class is not there.
+        ValueError: the class is not there, or is one that Transformers would load without its composed heads.
     """
+    show_composed_model_to_server(manager, name)
     try:
         return load_model(manager, name, *args, **options)
     except AttributeError as error:
@@ -174,6 +178,20 @@ def show_models_to_server() -> None:
     """
     for model_class in AutoModelForCausalLM._model_mapping._extra_content.values():
         setattr(transformers, model_class.__name__, model_class)
+
+
+def show_composed_model_to_server(manager: ModelManager, name: str) -> None:
+    """Makes the class of a model of Transformers with composed heads, if `name` is one, such an attribute, too.
+
+    Raises:
+        ValueError: it also reads pictures or sound, for which the server takes the class from an Auto class.
+    """
+    place, revision = split_revision(name)
+    config = AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=manager.trust_remote_code)
+    for plain in plain_classes(config).values():
+        if config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
+            raise ValueError(f"{name} also reads pictures or sound; with composed heads only models of text are served")
+        setattr(transformers, composed_name(plain), with_composed_heads(plain))
 
 
 def build_telling_server(ends: ExitStack, *args: Any, **kwargs: Any) -> FastAPI:

@@ -13,9 +13,10 @@ import torch
 import transformers
 from cases.checkpoints import edit_config, save_tokenizer
 from cases.models import make_model
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from cases.vision_models import strengthen
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCausalLM
+from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCausalLM, with_composed_heads
 from dynattn.modeling.caches.names import cache_in
 from dynattn.scripts.cli import main
 from dynattn.scripts.common.errors import UserError
@@ -31,7 +32,17 @@ LARGE = {"initializer_range": 0.3}
 ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
 
 
+def composed_llama(**fields: Any) -> PreTrainedModel:
+    """A model of Transformers with composed heads."""
+    sizes: dict[str, Any] = {**SMALL, **LARGE, "intermediate_size": 48, "max_position_embeddings": 128, "head_dim": 8}
+    model = with_composed_heads(LlamaForCausalLM, compose_rank=2)(LlamaConfig(**sizes, **fields)).eval()
+    strengthen(model)
+    return model
+
+
 def make(family: str) -> PreTrainedModel:
+    if family == "composed-llama":
+        return composed_llama()
     if family == "dcformer":
         return make_model(**ONE_LAYER)
     if family == "dcpythia":
@@ -124,7 +135,7 @@ def test_axes_vary_up_to_the_limits_of_a_format() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["dcformer", "dcpythia", "rcmha", "rcmha-all"])
+@pytest.mark.parametrize("family", ["dcformer", "dcpythia", "rcmha", "rcmha-all", "composed-llama"])
 @pytest.mark.parametrize("target", ["torch", *NEEDED])
 def test_every_format_generates_what_pytorch_generates(target: str, family: str, tmp_path: Path) -> None:
     for package in ("transformers.exporters", *NEEDED.get(target, ())):
@@ -146,6 +157,12 @@ def test_the_implementation_comes_back() -> None:
         assert model.config._attn_implementation == "eager"
         raise RuntimeError
     assert model.config._attn_implementation == "chunked"
+    model = composed_llama()
+    attention = model.model.layers[0].self_attn
+    with pytest.raises(RuntimeError), exportable_attention(model):
+        assert attention.choices.implementation == "eager"
+        raise RuntimeError
+    assert attention.choices.implementation is None
 
 
 def test_other_tokens_and_other_logits_are_refused() -> None:
@@ -217,8 +234,12 @@ LONGROPE = {"factor": 2.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, 
 def test_angles_that_depend_on_the_batch_are_refused(
     rope: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_model(**ONE_LAYER, head_dim=8, rope_parameters={"rope_theta": 1e4, **rope}).save_pretrained(tmp_path / "model")
-    assert f"has rope_type '{rope['rope_type']}'" in refusal(capsys, "torch", tmp_path / "model", tmp_path / "graphs")
+    parameters = {"rope_theta": 1e4, **rope}
+    make_model(**ONE_LAYER, head_dim=8, rope_parameters=parameters).save_pretrained(tmp_path / "ours")
+    composed_llama(rope_parameters=parameters).save_pretrained(tmp_path / "theirs")
+    for folder in ("ours", "theirs"):
+        told = refusal(capsys, "torch", tmp_path / folder, tmp_path / "graphs")
+        assert f"has rope_type '{rope['rope_type']}'" in told
 
 
 def test_a_missing_package_is_named(

@@ -19,14 +19,16 @@ from typing import Any
 
 import pytest
 import torch
+from cases.checkpoints import edit_config
 from cases.models import SMALL, make_model
 from cases.processes import free_port
 from cases.serving import make_tokenizer, running_server, save_with_tokenizer
+from cases.vision_models import strengthen
 from packaging.version import Version
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.cli.serving.utils import GenerationState
 
-from dynattn import DCFormerConfig, DCFormerForCausalLM, RCMHAConfig, RCMHAForCausalLM
+from dynattn import DCFormerConfig, DCFormerForCausalLM, RCMHAConfig, RCMHAForCausalLM, with_composed_heads
 from dynattn.scripts import cli
 from dynattn.scripts.serve import main as serve
 
@@ -355,6 +357,21 @@ def test_a_model_is_served_with_an_implementation_of_this_package(
 ) -> None:
     manager = manager_of(server, composed[1], attn_implementation="chunked")
     assert manager.loaded_models[composed[1]].model.config._attn_implementation == "chunked"
+
+
+def test_a_model_of_transformers_is_served_with_its_composed_heads(server: ModuleType, tmp_path: Path) -> None:
+    """Not by the class to which they were added, which would drop their weights."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    config = LlamaConfig(**sizes, vocab_size=97, initializer_range=0.3, eos_token_id=1, pad_token_id=0)
+    model = with_composed_heads(LlamaForCausalLM, compose_rank=1)(config).eval()
+    strengthen(model)
+    folder = save_with_tokenizer(model, tmp_path)
+    served = manager_of(server, folder).loaded_models[folder].model
+    ids = torch.arange(3, 20)[None]
+    torch.testing.assert_close(served(ids).logits, model(ids).logits)
+    edit_config(tmp_path, model_type="gemma3", architectures=["ComposedGemma3ForConditionalGeneration"])
+    with pytest.raises(ValueError, match="also reads pictures or sound; with composed heads only models of text are"):
+        server.load_language_model(SimpleNamespace(trust_remote_code=False), folder)
 
 
 def test_a_model_without_a_head_is_refused(server: ModuleType, tmp_path: Path) -> None:
