@@ -1,7 +1,7 @@
 """The arguments of the study. Nothing here imports PyTorch, so that `--help` and mistakes are answered at once."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ...common.arguments import option
 from ...common.errors import UserError
@@ -21,6 +21,7 @@ class UpcyclingArguments:
     """
 
     output: str | None = option(None, "folder of the study; runs/upcycling, with --quick runs/upcycling-quick")
+    parent: Literal["gpt_neox", "mixtral"] = option("gpt_neox", "type of the parents")
     arms: list[str] | None = option(
         None, "names of arms to compare with plain (an unknown name prints all names); all if not given"
     )

@@ -28,7 +28,8 @@ def command_of(arguments: UpcyclingArguments) -> str:
     names = ("seeds", "tuning_seed", "learning_rates", "parent_steps", "steps", "arms")
     options = {name: getattr(arguments, name) for name in names}
     texts = {name: text_name(text) for name, text in arguments.texts.items() if text != "builtin"}
-    return command_line("reproduce upcycling", {**options, **texts})
+    parent = {} if arguments.parent == UpcyclingArguments.parent else {"parent": arguments.parent}
+    return command_line("reproduce upcycling", {**parent, **options, **texts})
 
 
 def make_runs(arguments: UpcyclingArguments, output: Path) -> Record:

@@ -14,17 +14,22 @@ from ...convert import NEOX, UpcycleArguments, upcycle_checkpoint
 from ...pretrain import PretrainArguments
 from ..study_runs import text_name
 from .arguments import UpcyclingArguments
-from .wider import widen_mlps
+from .changed_parents import compose_in_place, widen_mlps
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "intermediate_size": 512,
     "max_position_embeddings": 512,
 }
+# The models of parents, by type. Mixtral's tokens read two of four experts, which are half as wide.
+MODELS = {
+    "gpt_neox": MODEL,
+    "mixtral": {**MODEL, "num_key_value_heads": 4, "intermediate_size": 256, "num_local_experts": 4},
+}
 COMMON: dict[str, Any] = {"sequence_length": 128, "batch_size": 8, "keep_checkpoints": 1}
-PARENT: dict[str, Any] = {"model_type": "gpt_neox", "vocab_size": 2048, "learning_rate": 2e-3}
+PARENT: dict[str, Any] = {"vocab_size": 2048, "learning_rate": 2e-3}
 # The share of warm-up in the updates is 1 / WARMUP. In the arm that freezes the parent's weights at first, the share of
 # updates with frozen weights is 1 / FROZEN.
 WARMUP, FROZEN = 12, 8
@@ -74,7 +79,7 @@ class Runs:
     arguments: UpcyclingArguments
 
     def parent(self, seed: int) -> Path:
-        """A GPT-NeoX from scratch; `seed` decides its initial weights and the order of the data."""
+        """A model from scratch; `seed` decides its initial weights and the order of the data."""
         return train_once(self._pretraining(seed))
 
     def continued(self, seed: int, name: str, rate: float) -> Path:
@@ -100,13 +105,22 @@ class Runs:
         lengths = {"parent_steps": self.arguments.parent_steps, "steps": self.arguments.steps}
         shares = {"warmup_share": 1 / WARMUP, "frozen_share": 1 / FROZEN}
         texts = {name: text_name(text) for name, text in self.arguments.texts.items()}
-        return {**lengths, **shares, "model": MODEL, "parent": PARENT, "common": {**texts, **COMMON}}
+        return {**lengths, **shares, **self._parents(), "common": {**texts, **COMMON}}
+
+    def _parents(self) -> dict[str, dict[str, Any]]:
+        """What parents are, for the record."""
+        name = self.arguments.parent
+        return {"model": MODELS[name], "parent": {"model_type": name, **PARENT}}
 
     def _upcycle(self, seed: int) -> None:
-        """Converts the parent to a DCPythia; the conversion checks that both have the same logits."""
+        """Converts a GPT-NeoX to a DCPythia, and checks that both have the same logits, or composes heads in place."""
         source, folder = self._parent_model(seed), self._upcycled(seed)
-        if not folder.exists():
+        if folder.exists():
+            return
+        if self.arguments.parent == "gpt_neox":
             upcycle_checkpoint(UpcycleArguments(source=str(source), destination=str(folder), seed=seed), NEOX)
+        else:
+            compose_in_place(source, folder, seed)
 
     def _widen(self, seed: int) -> None:
         """Gives the parent as many parameters as the DCPythia that it was converted to, with the same logits."""
@@ -114,7 +128,10 @@ class Runs:
             widen_mlps(self._parent_model(seed), folder, like=self._upcycled(seed), seed=seed)
 
     def _pretraining(self, seed: int) -> PretrainArguments:
-        return self._options(seed, "parent", self.arguments.parent_steps, model_config=MODEL, **PARENT)
+        parents = self._parents()
+        return self._options(
+            seed, "parent", self.arguments.parent_steps, model_config=parents["model"], **parents["parent"]
+        )
 
     def _continuing(self, seed: int, name: str, rate: float) -> PretrainArguments:
         arm, steps = ARMS[name], self.arguments.steps

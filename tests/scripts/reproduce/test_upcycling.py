@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases.studies import pretend_to_train, record_training
 from safetensors.torch import load_file
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
@@ -19,7 +19,7 @@ from dynattn.scripts.compare.study_folder import claim, draw
 from dynattn.scripts.compare.table import table
 from dynattn.scripts.reproduce.upcycling import runs as upcycling_runs
 from dynattn.scripts.reproduce.upcycling.arguments import UpcyclingArguments
-from dynattn.scripts.reproduce.upcycling.wider import widen_mlps
+from dynattn.scripts.reproduce.upcycling.changed_parents import widen_mlps
 
 TINY = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
@@ -147,7 +147,8 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name, numbers in (("text.jsonl", range(99)), ("held_out.jsonl", range(99, 110))):
         documents = [{"text": f"The number {n} comes before {n + 1}. " * 5} for n in numbers]
         (tmp_path / name).write_text("\n".join(map(json.dumps, documents)))
-    monkeypatch.setattr(upcycling_runs, "MODEL", TINY)
+    experts = {**TINY, "num_key_value_heads": 1, "num_local_experts": 2}
+    monkeypatch.setattr(upcycling_runs, "MODELS", {"gpt_neox": TINY, "mixtral": experts})
     monkeypatch.setattr(upcycling_runs, "PARENT", {**upcycling_runs.PARENT, "vocab_size": 300})
     return record_training(monkeypatch)
 
@@ -168,19 +169,26 @@ def test_a_run_that_diverges_does_not_stop_the_study(
     assert len(trained) == len(set(trained)) == 4 + 3 * 6
 
 
-def test_a_parent_with_wider_mlps_has_the_same_logits_and_learns_with_all_of_them(tmp_path: Path):
+@pytest.mark.parametrize("parent", ["gpt_neox", "mixtral"])
+def test_a_parent_with_wider_mlps_has_the_same_logits_and_learns_with_all_of_them(parent: str, tmp_path: Path):
     torch.manual_seed(0)
-    plain, like = (GPTNeoXConfig(vocab_size=40, **{**TINY, "intermediate_size": width}) for width in (32, 45))
-    models = {name: GPTNeoXForCausalLM(config) for name, config in (("plain", plain), ("like", like))}
+    others = {"num_key_value_heads": 1, "num_local_experts": 2} if parent == "mixtral" else {}
+    models = {
+        name: AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(parent, **{**TINY, "vocab_size": 40, "intermediate_size": width}, **others)
+        )
+        for name, width in (("plain", 32), ("like", 44))
+    }
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
     widen_mlps(tmp_path / "plain", tmp_path / "wide", like=tmp_path / "like", seed=1)
-    wide = GPTNeoXForCausalLM.from_pretrained(tmp_path / "wide")
+    wide = AutoModelForCausalLM.from_pretrained(tmp_path / "wide")
     assert wide.num_parameters() == models["like"].num_parameters()
     tokens = torch.randint(40, (2, 9))
     torch.testing.assert_close(wide(tokens).logits, models["plain"](tokens).logits)
     wide(tokens, labels=tokens).loss.backward()
-    read = wide.gpt_neox.layers[0].mlp.dense_4h_to_h.weight.grad
+    mlp = wide.base_model.layers[0].mlp
+    read = mlp.experts.down_proj.grad.sum(dim=0) if parent == "mixtral" else mlp.dense_4h_to_h.weight.grad
     assert read.abs().sum(dim=0).min() > 0, "each new hidden unit has a gradient"
 
 
@@ -200,6 +208,23 @@ def test_a_tiny_study_is_interrupted_continued_and_extended(
     assert cli.main(command) == 0
     assert len(tiny) == 19
     check_record(record, tmp_path / "study")
+
+
+@pytest.mark.slow
+def test_parents_of_another_type_are_composed_in_place(tiny: list[str], tmp_path: Path):
+    texts = ["--dataset", str(tmp_path / "text.jsonl"), "--validation_dataset", str(tmp_path / "held_out.jsonl")]
+    command = ["reproduce", "upcycling", "--output", str(tmp_path / "study"), *OPTIONS[:-1], "--seeds", "0", "1"]
+    assert cli.main([*command, "--parent", "mixtral", "--arms", "slow", *texts]) == 0
+    assert len(tiny) == len(set(tiny)) == 2 * 3
+    record = json.loads((tmp_path / "study" / "record.json").read_text())
+    assert record["settings"]["parent"]["model_type"] == "mixtral"
+    assert record["command"].startswith("dynattn reproduce upcycling --parent mixtral --seeds 0 1")
+    seed = tmp_path / "study" / "seed-0"
+    parent, start = (load_file(seed / name / "model.safetensors") for name in ("parent/model", "upcycled"))
+    assert all(weight.equal(start[name]) for name, weight in parent.items())
+    trained = load_file(seed / "slow-0.01" / "model" / "model.safetensors")
+    gate = "model.layers.0.self_attn.composition.gate_weight"
+    assert not start[gate].any() and trained[gate].any()
 
 
 def interrupted(*_: Any) -> None:

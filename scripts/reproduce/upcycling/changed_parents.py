@@ -1,0 +1,65 @@
+"""What parents become before their training goes on: wider, or composed in place. Neither changes logits."""
+
+import shutil
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from dynattn.modeling.other_models.compose_heads import composing_class
+
+from ...common.atomic_folder import staged_folder
+from ...common.checkpoint_files import TOKENIZER_PATTERNS, matching_files
+from ..model_training import matched_width
+
+
+def widen_mlps(source: Path, destination: Path, like: Path, seed: int) -> None:
+    """Writes the GPT-NeoX or Mixtral of `source`, with its tokenizer, with about as many parameters as that of `like`.
+
+    Its logits stay the same: new hidden units begin with random weights from `seed`, and nothing reads them yet.
+    """
+    parent = AutoModelForCausalLM.from_pretrained(source)
+    config = deepcopy(parent.config)
+
+    def make(config: Any) -> PreTrainedModel:
+        return composing_class(AutoModelForCausalLM, config).from_config(config)
+
+    config.intermediate_size = matched_width(make, AutoConfig.from_pretrained(like), parent.config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        wider = make(config)
+    _copy_weights(parent, wider)
+    _save(wider, source, destination)
+
+
+def compose_in_place(source: Path, destination: Path, seed: int) -> None:
+    """Writes the language model of `source`, with its tokenizer, with composed heads; `seed` draws their weights."""
+    config = AutoConfig.from_pretrained(source)
+    config.composed_heads = {}  # the options' defaults
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        composed = composing_class(AutoModelForCausalLM, config).from_pretrained(source, config=config)
+    _save(composed, source, destination)
+
+
+def _save(model: PreTrainedModel, source: Path, destination: Path) -> None:
+    """Writes a model, and the tokenizer of `source`."""
+    with staged_folder(destination) as folder:
+        model.save_pretrained(folder)
+        for name in matching_files(source, TOKENIZER_PATTERNS):
+            shutil.copyfile(source / name, folder / name)
+
+
+@torch.no_grad()
+def _copy_weights(parent: PreTrainedModel, wider: PreTrainedModel) -> None:
+    """Gives `wider` the parent's weights, in the first rows and columns of what is larger."""
+    weights = wider.state_dict()
+    for name, weight in parent.state_dict().items():
+        target = weights[name]
+        if name.endswith(("dense_4h_to_h.weight", "down_proj")):
+            target.zero_()
+        if name.endswith("gate_up_proj"):  # `[experts, 2 * width, hidden]`: gates first, then what they scale
+            target, weight = (each.unflatten(1, (2, -1)) for each in (target, weight))
+        target[tuple(slice(size) for size in weight.shape)] = weight
