@@ -6,6 +6,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 # Each copy of this code registers operators of its own. A process may hold several copies, because Transformers loads
 # the code of each published model beside this package. PyTorch frees an operator when another one is registered under
@@ -57,13 +58,14 @@ class AttentionOperator(Generic[Inputs, Settings]):
         settings: type[Settings],
         attend: Callable[..., Any],
         attend_backward: Callable[..., dict[str, Tensor]],
+        reference: Callable[[Inputs, Settings], Tensor],
         *,
         differentiable: Sequence[str],
         on_demand: Sequence[str] = (),
         keeps_lse: bool = False,
     ) -> None:
         self.inputs, self.settings, self.keeps_lse = inputs, settings, keeps_lse
-        self.attend, self.attend_backward = attend, attend_backward
+        self.attend, self.attend_backward, self.reference = attend, attend_backward, reference
         self.differentiable, self.on_demand = differentiable, on_demand
         types = inputs.__annotations__ | settings.__annotations__
         arguments = ", ".join(f"{TYPES[kind]} {argument}" for argument, kind in types.items())
@@ -83,6 +85,9 @@ class AttentionOperator(Generic[Inputs, Settings]):
         self.backward.register_fake(self._empty_gradients)
         self.forward.register_autograd(self._differentiate, setup_context=self._save)
         self.backward.register_autograd(_refuse_second_derivatives)
+        operators = getattr(torch.ops, NAMESPACE)
+        flop_registry[getattr(operators, name)] = self._forward_flops
+        flop_registry[getattr(operators, f"{name}_backward")] = self._backward_flops
 
     def _forward(self, query: Tensor, *others: Any) -> Any:
         """What `attend` returns, for a query `[B, H, T, D]`."""
@@ -131,6 +136,18 @@ class AttentionOperator(Generic[Inputs, Settings]):
         results = self.backward(grad_output, *ctx.saved_tensors, *ctx.settings, wanted)
         grads = dict(zip(self.differentiable, results, strict=True))
         return tuple(grads[name] if needed[name] else None for name in names)
+
+    def _forward_flops(self, *arguments: Any, out_val: Any = None) -> int:
+        """Operations of `reference`; those of hidden pairs count, as PyTorch counts them for its own attention."""
+        empty = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in arguments]
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            self.reference(*self._as_tuples(empty))
+        return counter.get_total_flops()
+
+    def _backward_flops(self, grad_output: Tensor, *arguments: Any, out_val: Any = None) -> int:
+        """Operations of the backward pass of `reference`: each product has two, one for the gradient of each factor."""
+        *saved, _ = arguments
+        return 2 * self._forward_flops(*saved[self.keeps_lse :])
 
     def _as_tuples(self, arguments: Sequence[Any]) -> tuple[Inputs, Settings]:
         """The arguments of `forward`, as the two tuples."""

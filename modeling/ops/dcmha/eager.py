@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,6 +83,12 @@ def dcmha_eager(
     probs = probs.to(value.dtype)  # factors or tables in float32 make the maps float32
     probs = hook("composed_probs", probs)
     return (probs @ value).transpose(1, 2), probs
+
+
+def attend_to_all(query: Tensor, key: Tensor, value: Tensor, pre: Composition, post: Composition) -> Tensor:
+    """`dcmha_eager` without masks and tables by distance: the output `[B, T, H, D]`."""
+    nothing_hidden: Any = {"attention_mask": None, "is_causal": False, "sliding_window": None}
+    return dcmha_eager(query, key, value, pre=pre, post=post, scaling=1.0, **nothing_hidden)[0]
 
 
 def compose(scores: Tensor, composition: Composition) -> Tensor:

@@ -152,6 +152,13 @@ def _attend_backward(
     return _as_given(grads)
 
 
+def _reference(inputs: RelativeInputs, settings: RelativeSettings) -> Tensor:
+    """The reference op on the arguments of the operator, without masks."""
+    terms = PositionTerms(inputs.embeddings, inputs.bias, inputs.content_bias, later_rows=settings.later_rows)
+    nothing_hidden: Any = {"attention_mask": None, "is_causal": False, "sliding_window": None}
+    return relative_eager(inputs.query, inputs.key, inputs.value, scaling=1.0, terms=terms, **nothing_hidden)[0]
+
+
 # The inputs that have gradients are the first fields of `RelativeInputs`.
 _forward_op = AttentionOperator(
     "relative_chunked",
@@ -159,6 +166,7 @@ _forward_op = AttentionOperator(
     RelativeSettings,
     _attend,
     _attend_backward,
+    _reference,
     differentiable=RelativeInputs._fields[: RelativeInputs._fields.index("attention_mask")],
 ).forward
 

@@ -202,11 +202,30 @@ def test_shapes_and_operations_can_be_found_without_memory(family: str) -> None:
     assert output.logits.shape == (*IDS.shape, 97)
     assert all(parameter.grad.shape == parameter.shape for parameter in models[0].parameters())
     counts = []
-    for model in models[1:]:
+    for model in models:
         with FlopCounterMode(display=False) as counter:
-            model(IDS.to(model.device))
+            output = model(IDS.to(model.device), labels=IDS.to(model.device), use_cache=False)
+            forward = counter.get_total_flops()
+            output.loss.backward()
+        counts.append((forward, counter.get_total_flops()))
+    assert counts[0] == counts[1] == counts[2]
+    assert counts[0][1] == pytest.approx(3 * counts[0][0], rel=0.02)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["DCFormer", "RCMHA"])
+def test_operations_of_a_decoded_token_are_counted(family: str) -> None:
+    """Not in C, of which PyTorch sees nothing; a query's terms are applied as one product, not one after the other."""
+    config = getattr(dynattn, f"{family}Config").from_size("tiny", vocab_size=97)
+    model = getattr(dynattn, f"{family}ForCausalLM")(config).eval()
+    counts = []
+    for implementation in ("chunked", "eager"):
+        model.set_attn_implementation(implementation)
+        cache = model(IDS).past_key_values
+        with FlopCounterMode(display=False) as counter:
+            model(IDS[:, :1], past_key_values=cache)
         counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1] > 0
+    assert counts[0] == pytest.approx(counts[1], rel=0.01)
 
 
 def plain_call(implementation: str, function: str) -> Callable[[Tensor], Tensor]:

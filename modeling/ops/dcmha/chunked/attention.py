@@ -10,11 +10,19 @@ from ...custom_operators import AttentionOperator
 from ...distance_tables import NO_TABLES, DistanceTables
 from ...masking import four_dimensional, mask_one_query, with_first_keys
 from ...modes import autocast, under_transforms, without_autocast
-from ..composition import Composition, pack_factors
-from ..eager import dcmha_eager
-from .arguments import DIFFERENTIABLE, ChunkedInputs, ChunkedSettings, DecodeStep
+from ..composition import Composition, pack_factors, unpack_factors
+from ..eager import attend_to_all, dcmha_eager
+from .arguments import DIFFERENTIABLE, ChunkedInputs, ChunkedSettings, DecodeStep, stages_of
 from .decode import attend_to_cache
 from .passes import attend, attend_backward
+
+
+def _reference(inputs: ChunkedInputs, settings: ChunkedSettings) -> Tensor:
+    """The reference op on the arguments of the operator, without masks and tables."""
+    stages = stages_of(inputs, settings)
+    pre, post = (unpack_factors({"query": s.query, "key": s.key}, s.static, s.groups) for s in stages)
+    return attend_to_all(inputs.query, inputs.key, inputs.value, pre, post)
+
 
 _forward_op = AttentionOperator(
     "dcmha_chunked",
@@ -22,6 +30,7 @@ _forward_op = AttentionOperator(
     ChunkedSettings,
     attend,
     attend_backward,
+    _reference,
     differentiable=DIFFERENTIABLE,
     on_demand=("mask",),
 ).forward

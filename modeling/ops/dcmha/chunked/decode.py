@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ...custom_operators import NAMESPACE
 from ...distance_tables import DistanceTables, at_distances
@@ -32,10 +33,12 @@ def attend_to_cache(step: DecodeStep) -> Tensor:
 def _calls_c(dtype: torch.dtype) -> bool:
     """Whether C code can run in this place, and is faster than PyTorch's operators for queries of `dtype`.
 
-    A trace records operators, not calls of C code. What Inductor generates is as fast in float32.
+    Traces, and modes such as `FlopCounterMode`, see operators and no calls of C code. What Inductor generates is as
+    fast in float32.
     """
-    is_fast_anyway = torch.compiler.is_compiling() and dtype == torch.float32
-    return not is_fast_anyway and not torch.jit.is_tracing()
+    if torch.compiler.is_compiling():
+        return dtype != torch.float32
+    return not torch.jit.is_tracing() and not is_in_torch_dispatch_mode()
 
 
 @torch.compiler.assume_constant_result

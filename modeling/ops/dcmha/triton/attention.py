@@ -12,8 +12,8 @@ from ...distance_tables import NO_TABLES, DistanceTables
 from ...masking import four_dimensional, mask_one_query
 from ...modes import autocast, under_transforms
 from ..chunked.attention import dcmha_chunked
-from ..composition import Composition, pack_factors
-from ..eager import dcmha_eager
+from ..composition import Composition, pack_factors, unpack_factors
+from ..eager import attend_to_all, dcmha_eager
 from .arguments import TABLES, MapInputs, MapSettings
 from .decode import decode
 from .head_groups import common_groups, join_groups, split_factors, split_heads, within_groups
@@ -137,6 +137,18 @@ def _attend(
     return join_groups(output, groups)
 
 
+def _reference(inputs: MapInputs, settings: MapSettings) -> Tensor:
+    """The reference op on the arguments of the operator, without masks and tables; a group has its part of static."""
+    group = slice(inputs.query.shape[1])
+    statics = (None if each is None else each[group, group] for each in (inputs.pre_static, inputs.post_static))
+    sides = (inputs.terms[:2], inputs.terms[2:])
+    pre, post = (
+        unpack_factors({"query": query, "key": key}, static)
+        for (query, key), static in zip(sides, statics, strict=True)
+    )
+    return attend_to_all(inputs.query, inputs.key, inputs.value, pre, post)
+
+
 # The inputs that have gradients are the first fields of `MapInputs`.
 _forward_op = AttentionOperator(
     "dcmha_triton",
@@ -144,6 +156,7 @@ _forward_op = AttentionOperator(
     MapSettings,
     attend,
     attend_backward,
+    _reference,
     differentiable=MapInputs._fields[: MapInputs._fields.index("mask")],
     on_demand=TABLES,
     keeps_lse=True,

@@ -13,8 +13,9 @@ from cases import composed_op
 from cases.composed_op import ALL, DYNAMIC, in_dtype
 from cases.triton_marks import interpreted
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from dynattn import dcmha_attention
+from dynattn import Composition, dcmha_attention
 from dynattn.modeling.ops.dcmha.chunked.attention import dcmha_chunked
 from dynattn.modeling.ops.dcmha.composition import list_tensors
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
@@ -188,6 +189,27 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """The kernels that compose, whatever the dtype and the number of heads."""
     monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_, **__: request.param == "tensor cores")
     return str(request.param)
+
+
+@pytest.mark.parametrize("case", [Case(9, 37), Case(9, 9, heads=(4, 2), groups=2, terms=DYNAMIC, batch=2)], ids=str)
+def test_operations_are_those_of_the_reference(case: Case) -> None:
+    """No kernel is needed to count them: the operator has an implementation for tensors without content."""
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(case))
+    counts = []
+    for attend, device in ((dcmha_eager, "cpu"), (dcmha_triton, "meta")):
+        moved = {name: to_device(value, device) for name, value in keywords.items()}
+        leaves = [tensor.detach().to(device).requires_grad_() for tensor in tensors[:3]]
+        with FlopCounterMode(display=False) as counter:
+            attend(*leaves, **moved)[0].sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def to_device(value: Any, device: str) -> Any:
+    """A keyword of kernels on a device, with factors that need gradients."""
+    if isinstance(value, Composition):
+        return value.map(lambda factor: factor.detach().to(device).requires_grad_())
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 @interpreted
