@@ -39,7 +39,11 @@ class MultiheadConfig(CompositionConfig):
 
 
 def make_config(
-    embed_dim: int, num_heads: int, num_key_value_heads: int | None, compose: ComposeOptions
+    embed_dim: int,
+    num_heads: int,
+    num_key_value_heads: int | None,
+    compose: ComposeOptions,
+    head_dim: int | None = None,
 ) -> MultiheadConfig:
     """Returns the configuration of a single layer.
 
@@ -47,6 +51,7 @@ def make_config(
         embed_dim, num_heads: width of the layer's inputs, and number of query heads.
         num_key_value_heads: number of key and value heads; None for as many.
         compose: the options of composition that differ from their defaults.
+        head_dim: width of a head; None if the heads divide `embed_dim` among them.
 
     Raises:
         TypeError: `compose` has an option that does not exist.
@@ -55,13 +60,14 @@ def make_config(
     if unknown := sorted(compose.keys() - ComposeOptions.__annotations__.keys()):
         known = sorted(ComposeOptions.__annotations__)
         raise TypeError(f"no options {unknown} exist here; those of composition are {known}")
-    if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+    if embed_dim < 1 or num_heads < 1 or (head_dim is None and embed_dim % num_heads):
         raise ValueError(f"embed_dim ({embed_dim}) must be a positive multiple of num_heads ({num_heads})")
     try:
         return MultiheadConfig(
             hidden_size=embed_dim,
             num_attention_heads=num_heads,
             num_key_value_heads=num_key_value_heads,
+            head_dim=head_dim,
             **compose,
         )
     except StrictDataclassError as error:

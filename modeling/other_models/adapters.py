@@ -154,7 +154,7 @@ def plan_composition(adapter: Adapter, name: str, attention: Any, options: dict[
     dtype = next((one.dtype for one in weights if one.is_floating_point()), torch.get_default_dtype())
     planned = SideGenerators()
     planned.add_generators(
-        make_config(width, heads, None, {**compose, "compose_init_scale": 0.0}),
+        make_config(width, heads, None, {**compose, "compose_init_scale": 0.0}, head_dim=1),  # which nothing reads
         cross_attention=across or width != key_width,
         key_size=key_width,
         device=weights[0].device,

@@ -91,12 +91,16 @@ def copy_composition(source: nn.Module, target: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("masking", ["sdpa", "eager", "chunked"])
-@pytest.mark.parametrize("windows", [{}, WINDOWS], ids=["full", "windows"])
+@pytest.mark.parametrize(
+    "shape",
+    [{}, WINDOWS, {"num_attention_heads": 6, "num_key_value_heads": 3}],
+    ids=["full", "windows", "wide"],
+)
 @torch.no_grad()
-def test_a_decoder_is_our_decoder(windows: dict[str, Any], masking: str) -> None:
-    """Also from growing, sliding and static caches, and with beams."""
-    fields = {**DECODER, "num_key_value_heads": 2, "head_dim": 8, **windows}
-    theirs = {"use_sliding_window": True} if windows else {}
+def test_a_decoder_is_our_decoder(shape: dict[str, Any], masking: str) -> None:
+    """Also from growing, sliding and static caches, with beams, and with heads that do not divide the hidden size."""
+    fields = {**DECODER, "num_key_value_heads": 2, "head_dim": 8, **shape}
+    theirs = {"use_sliding_window": "sliding_window" in shape}
     model = Qwen3ForCausalLM(Qwen3Config(**fields, **theirs, attn_implementation=masking)).eval().double()
     compose_heads_of(model, compose_static=True)
     strengthen(model)
