@@ -3,6 +3,7 @@
 from . import (
     bidirectional,
     commands,
+    composed_in_place,
     composed_op,
     configurations,
     faults,
@@ -18,6 +19,7 @@ MODULES = (
     relative_op,
     op_refusals,
     models,
+    composed_in_place,
     bidirectional,
     configurations,
     commands,

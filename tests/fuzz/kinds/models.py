@@ -140,7 +140,11 @@ def check(case: Case) -> None:
     """Finds logits that differ from the plain pass by more than rounding, and what cannot be run."""
     torch.set_num_threads(1)
     torch.manual_seed(case["seed"])
-    model = build(case)
+    check_model(build(case), case)
+
+
+def check_model(model: PreTrainedModel, case: Case) -> None:
+    """`check` of a model; a case has `class`, `way`, `batch`, `length`, `cut` and `seed`."""
     ids = torch.randint(1, VOCAB, (case["batch"], case["length"]))
     if case["way"] == "beams":
         check_beam_search(model, ids)
@@ -293,7 +297,8 @@ def holes(model: PreTrainedModel, ids: Tensor, case: Case) -> Tensor:
 def reloaded(model: PreTrainedModel, ids: Tensor, case: Case) -> Tensor:
     with tempfile.TemporaryDirectory(prefix="dynattn-fuzz-") as folder:
         model.save_pretrained(folder)
-        return AutoModelForCausalLM.from_pretrained(folder).eval()(ids, use_cache=False).logits
+        again = type(model) if hasattr(model.config, "composed_heads") else AutoModelForCausalLM
+        return again.from_pretrained(folder).eval()(ids, use_cache=False).logits
 
 
 def alone(model: PreTrainedModel, ids: Tensor, case: Case) -> Tensor:
