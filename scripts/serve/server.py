@@ -29,6 +29,7 @@ from transformers.utils.logging import log_levels
 
 from dynattn.modeling.layers.attention_interface import registered_implementations
 from dynattn.modeling.other_models.compose_heads import composed_name, with_composed_heads
+from dynattn.modeling.other_models.interface_attention import ComposedInterfaceAttention
 from dynattn.modeling.serving.continuous_batching import ComposedBatchingManager
 from dynattn.modeling.serving.requirements import (
     check_joins,
@@ -256,8 +257,14 @@ def check_and_start_batching(engine: Any, model: Any, generation_config: Any) ->
     hold for itself alone: a request that sets none of its own has the model's.
 
     Raises:
-        ValueError: a request asks for something that is not served, or for other settings than the first one.
+        ValueError: a request asks for something that is not served, or for other settings than the first one; or
+            Transformers' own manager would serve a model that composes by keys, whose factors it does not keep.
     """
+    if any(isinstance(module, ComposedInterfaceAttention) and module.composes_keys for module in model.modules()):
+        raise ValueError(
+            "continuous batching keeps no composition factors of keys in models of Transformers; start the server "
+            "without --continuous-batching, or serve a model with compose_key_wise=False"
+        )
     start_batching(engine, model, generation_config)
     manager = engine._cb
     if isinstance(manager, ComposedBatchingManager):  # and not for a model of Transformers

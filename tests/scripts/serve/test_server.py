@@ -369,6 +369,8 @@ def test_a_model_of_transformers_is_served_with_its_composed_heads(server: Modul
     served = manager_of(server, folder).loaded_models[folder].model
     ids = torch.arange(3, 20)[None]
     torch.testing.assert_close(served(ids).logits, model(ids).logits)
+    with pytest.raises(ValueError, match="keeps no composition factors of keys in models of Transformers"):
+        server.check_and_start_batching(None, served, served.generation_config)
     edit_config(tmp_path, model_type="gemma3", architectures=["ComposedGemma3ForConditionalGeneration"])
     with pytest.raises(ValueError, match="also reads pictures or sound; with composed heads only models of text are"):
         server.load_language_model(SimpleNamespace(trust_remote_code=False), folder)
