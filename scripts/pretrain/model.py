@@ -1,6 +1,7 @@
 """The model of a run: fresh weights from a configuration, or the weights of a checkpoint."""
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
@@ -50,8 +51,6 @@ from .width_transfer import check_transfer, scale_initial_weights, transfer_conf
 AUTO_CLASSES: Mapping[str, Any] = {"causal_lm": AutoModelForCausalLM, "masked_lm": AutoModelForMaskedLM}
 DEFAULT_MODEL_TYPES = {"causal_lm": "dcformer", "masked_lm": "dcmodernbert"}
 DEFAULT_MODEL_SIZE = "tiny"
-# Types with a causal class whose loss does not shift its labels, so that it is lowest for a model that copies.
-UNSHIFTED_TYPES = ("cpmant", "prophetnet", "xlm", "xlnet")
 HEAD_NAMES = {"causal_lm": "causal language model", "masked_lm": "masked language model"}
 # A new model's vocabulary is rounded up to a multiple of this: matrix products are fastest with whole tiles.
 VOCABULARY_MULTIPLE = 64
@@ -184,6 +183,23 @@ def loss_options(model: nn.Module, z_loss: float = 0.0) -> dict[str, Any]:
     if not isinstance(model, CausalLMHead | MaskedLMHead):
         return {}
     return {"skip_logits": True, "z_loss": z_loss} if z_loss else {"skip_logits": True}
+
+
+def share_of_loss(model: nn.Module, loss: Tensor, targets: int, total: Tensor) -> Tensor:
+    """The loss `[]` of a forward pass with `targets` targets as their sum divided by the `total` number.
+
+    That is what models make of `num_items_in_batch`, but for those that compute a mean over their own targets.
+    """
+    return loss if computes_common_loss(type(model)) else loss * (targets / total)
+
+
+def computes_common_loss(model_class: Any) -> bool:
+    """Whether a model's loss is one that heeds `num_items_in_batch` and, of a causal model, shifts the labels.
+
+    In Transformers this is the `loss_function` of a model. Some do not call it: their loss does neither.
+    """
+    forward = inspect.unwrap(model_class.forward)
+    return not forward.__module__.startswith("transformers.") or "loss_function" in forward.__code__.co_names
 
 
 def composition_weights(model: nn.Module) -> list[nn.Parameter]:
@@ -332,7 +348,7 @@ def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments) -> None:
 def _check_predicts_next(config: PreTrainedConfig) -> None:
     """Raises UserError for models that have a causal class, but would not learn to predict the next token."""
     name = config.model_type
-    if name in UNSHIFTED_TYPES:
+    if not computes_common_loss(AutoModelForCausalLM._model_mapping[type(config)]):
         raise UserError(
             f"the loss of a {name} compares what it predicts at a token with this token itself, not with the next one, "
             "which teaches it to copy; give a model of another type"

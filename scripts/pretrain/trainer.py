@@ -23,7 +23,7 @@ from .data.objectives import Examples
 from .engines.interface import Engine
 from .fingerprint import sharing_of
 from .guard import Batch, DivergedError, RollbackError
-from .model import loss_options
+from .model import loss_options, share_of_loss
 from .optimizer import build_optimizer
 from .outputs import checkpoint
 from .outputs.checkpoint import TrainingProgress
@@ -191,6 +191,7 @@ class Trainer:
             with self.engine.accumulating(self.model, is_last=index == len(batches) - 1):
                 placed = send_to_device(batch, device, non_blocking=True)
                 loss = memory.loss(self.model, {**placed, **options}, index)
+                loss = share_of_loss(self.module, loss, counts[index], options["num_items_in_batch"])
                 self.engine.backward(loss)
             total += loss.detach()
         return torch.stack([total, total.new_tensor(sum(counts))])

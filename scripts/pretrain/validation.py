@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 from ..common.carried_memory import CarriedMemory
 from .data.objectives import CausalLM, Examples
 from .engines.interface import Engine
-from .model import loss_options
+from .model import loss_options, share_of_loss
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,16 @@ def validate(
     unwrapped, scorer = accelerator.unwrap_model(model), engine.scorer(model)
     was_training = unwrapped.training
     unwrapped.eval()
-    options = {"num_items_in_batch": torch.ones((), device=accelerator.device), **loss_options(unwrapped)}
+    one = torch.ones((), device=accelerator.device)
+    options = {"num_items_in_batch": one, **loss_options(unwrapped)}
     nats, targets = 0.0, 0
     share = list(sequences.share(accelerator.process_index, accelerator.num_processes, batch_size))
     rounds = max(gather_object([len(share)])) if engine.is_collective else len(share)
     for indices in share:
         batch = default_collate([examples[index, index] for index in indices])
-        targets += objective.count(batch)
+        targets += (count := objective.count(batch))
         placed = send_to_device(batch, accelerator.device, non_blocking=True)
-        nats += memory.loss(scorer, {**placed, **options}).item()
+        nats += share_of_loss(unwrapped, memory.loss(scorer, {**placed, **options}), count, one).item()
     # A collective engine needs all processes in each forward pass, so those with fewer batches repeat one.
     for _ in range(len(share), rounds):
         batch = send_to_device(default_collate([examples[0, 0]]), accelerator.device)

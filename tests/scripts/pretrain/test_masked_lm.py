@@ -24,6 +24,7 @@ SMALL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden
 MASKED = {**RUN, "objective": "masked_lm", "model_type": None, "model_config": {**SMALL, "mlp_dropout": 0.1}}
 BRIEF = {**MASKED, "model_config": SMALL, "max_steps": 4}  # without dropout
 BERT: dict[str, Any] = {**SMALL, "max_position_embeddings": 64}
+BERT_WITHOUT_DROPOUT = {**BERT, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +103,19 @@ def test_an_encoder_of_transformers_learns_with_documents_together(corpus: Path,
         run(tmp_path / "run", corpus, **changes)
     result = run(tmp_path / "run", corpus, **changes, mask_documents=False)
     assert AutoModelForMaskedLM.from_pretrained(result.model).config.pad_token_id == 1
+
+
+@pytest.mark.parametrize("model_type", ["bert", "distilbert"])
+def test_losses_that_models_average_themselves_are_those_of_all_targets(
+    model_type: str, corpus: Path, tmp_path: Path
+) -> None:
+    sizes = {"dim": 16, "hidden_dim": 16, "n_layers": 2, "n_heads": 2, "dropout": 0.0, "attention_dropout": 0.0}
+    config = BERT_WITHOUT_DROPOUT if model_type == "bert" else sizes
+    changes: dict[str, Any] = {**BRIEF, "model_type": model_type, "model_config": config, "mask_documents": False}
+    one = run(tmp_path / "one", corpus, **changes)
+    parts = run(tmp_path / "parts", corpus, **{**changes, "batch_size": 1, "gradient_accumulation_steps": 4})
+    assert abs(losses(parts.output) - losses(one.output)).max() < 1e-5
+    assert one.validation_loss == pytest.approx(one.train_loss, rel=0.1)
 
 
 @pytest.mark.parametrize(

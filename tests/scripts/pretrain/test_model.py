@@ -42,7 +42,7 @@ def test_kernels_that_do_not_run_there_are_refused_before_the_run(monkeypatch: p
     job.check_attention(PretrainArguments(output="runs", attn_implementation="eager"), CPU)
 
 
-@pytest.mark.parametrize("model_type", ["xlnet", "xlm", "cpmant", "prophetnet"])
+@pytest.mark.parametrize("model_type", ["xlnet", "xlm", "cpmant", "prophetnet", "bart", "marian", "trocr"])
 def test_models_whose_loss_is_that_of_copying_are_refused(model_type: str) -> None:
     fields = {"causal": True} if model_type == "xlm" else None
     arguments = PretrainArguments(output="runs", model_type=model_type, model_config=fields)
