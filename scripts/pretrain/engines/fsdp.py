@@ -49,8 +49,7 @@ class FSDPEngine(Engine):
         precision = MixedPrecisionPolicy()
         if self.accelerator.mixed_precision == "bf16":  # gradients are summed over processes in float32 in any case
             precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        kinds = set(model._no_split_modules or ())
-        layers = [module for module in model.modules() if type(module).__name__ in kinds]
+        layers = layers_of(model)
         for layer in layers:
             share_weights(list(layer.modules()), device)
             if compiled:
@@ -87,6 +86,16 @@ class FSDPEngine(Engine):
         replicas = self.accelerator.num_processes // self.shards
         copies = f", {replicas} replicas" if replicas > 1 else ""
         return f"weights, gradients and optimizer state in {self.shards} shard{'s' * (self.shards > 1)}{copies}"
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that are sharded one by one: those that Transformers does not split, without the token embeddings.
+
+    In BERT's kin these are such a module, too, but their weight may be tied to the head's, and so belongs to both.
+    """
+    kinds, embeddings = set(model._no_split_modules or ()), model.get_input_embeddings()
+    named = [module for module in model.modules() if type(module).__name__ in kinds]
+    return [module for module in named if embeddings not in set(module.modules())]
 
 
 @torch.no_grad()

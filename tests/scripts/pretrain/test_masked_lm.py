@@ -118,6 +118,14 @@ def test_losses_that_models_average_themselves_are_those_of_all_targets(
     assert one.validation_loss == pytest.approx(one.train_loss, rel=0.1)
 
 
+def test_an_encoder_whose_embeddings_are_a_layer_and_tied_is_sharded(corpus: Path, tmp_path: Path) -> None:
+    config = BERT_WITHOUT_DROPOUT
+    changes: dict[str, Any] = {**BRIEF, "model_type": "bert", "model_config": config, "mask_documents": False}
+    run(tmp_path / "one", corpus, **changes)
+    run_forked(2, tmp_path / "two", corpus, **{**changes, "batch_size": 2, "engine": "fsdp2"})
+    assert abs(losses(tmp_path / "two") - losses(tmp_path / "one")).max() < 1e-5
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
