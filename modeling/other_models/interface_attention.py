@@ -78,10 +78,7 @@ class ComposedInterfaceAttention(SideGenerators):
         Raises:
             ValueError: the model makes masks for another kind of implementation, or the cache cannot keep factors.
         """
-        name = self.model_config._attn_implementation
-        # For these a model makes masks with an entry for every pair of query and key, or none.
-        if name not in (None, "sdpa", "eager", *registered_implementations()):
-            raise ValueError(f"attn_implementation={name!r} has no masks for composed heads; use 'sdpa' for the model")
+        check_masks(self.model_config._attn_implementation)
         cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, Cache)), None)
         self.cache_layer = self._layer_of(cache)
         try:
@@ -206,6 +203,17 @@ def attend_with_composed_heads(
         **({"pre": pre, "post": post} if composed else {}),
     )
     return output[..., :width], maps
+
+
+def check_masks(implementation: str | None) -> None:
+    """Raises ValueError unless a model with this implementation makes the masks that composed heads take.
+
+    These have an entry for every pair of query and key, or are None.
+    """
+    if implementation not in (None, "sdpa", "eager", *registered_implementations()):
+        raise ValueError(
+            f"attn_implementation={implementation!r} has no masks for composed heads; use 'sdpa' for the model"
+        )
 
 
 def _as_rows(states: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from dynattn.modeling.layers.head_composition import DynamicComposition
 from dynattn.modeling.ops.dcmha.attention import default_implementation
 from dynattn.modeling.ops.dcmha.triton.kernels.registry import load_kernels
 from dynattn.modeling.other_models.compose_heads import composing_class
+from dynattn.modeling.other_models.interface_attention import check_masks
 
 from ..common.arguments import suggest
 from ..common.carried_memory import check_memory
@@ -163,10 +164,10 @@ def choose_attention(model: PreTrainedModel, arguments: PretrainArguments, devic
     Returns:
         A line for the terminal that names the implementation and the reason.
     """
-    if arguments.attn_implementation is not None:
-        return f"attention: {arguments.attn_implementation}, as asked for"
     if getattr(model.config, "composed_heads", None) is not None:
         return f"attention: heads composed in place, with the masks of {model.config._attn_implementation}"
+    if arguments.attn_implementation is not None:
+        return f"attention: {arguments.attn_implementation}, as asked for"
     if not getattr(model.config, "composes", False):
         return f"attention: {model.config._attn_implementation}"
     name, reason = default_implementation(device)
@@ -227,6 +228,8 @@ def _load_or_initialize(arguments: PretrainArguments, config: PreTrainedConfig, 
     options: dict[str, Any] = {"dtype": torch.float32}
     if arguments.attn_implementation is not None:
         options["attn_implementation"] = arguments.attn_implementation
+    if getattr(config, "composed_heads", None) is not None:
+        check_masks(arguments.attn_implementation)
     model_class = composing_class(AUTO_CLASSES[arguments.objective], config)
     if arguments.init_from and not on_meta:
         source = arguments.init_from

@@ -78,6 +78,19 @@ def test_options_that_are_wrong_are_named(given: Any, message: str, corpus: Path
         run(tmp_path / "run", corpus, model_config={**PLAIN, "composed_heads": given})
 
 
+def test_an_implementation_without_masks_is_refused_before_the_run(corpus: Path, tmp_path: Path) -> None:
+    fix = r"attn_implementation='flex_attention' has no masks for composed heads; use 'sdpa' for the model"
+    with pytest.raises(UserError, match=f"cannot build the model 'llama': {fix}"):
+        run(tmp_path / "run", corpus, model_config=COMPOSED, attn_implementation="flex_attention")
+
+
+def test_the_terminal_tells_what_an_implementation_is_for(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "run", corpus, model_config=COMPOSED, attn_implementation="eager", max_steps=4)
+    assert "attention: heads composed in place, with the masks of eager\n" in capsys.readouterr().out
+
+
 def test_families_of_this_package_have_fields_instead(corpus: Path, tmp_path: Path) -> None:
     options = {"model_type": "dcformer", "model_config": {"composed_heads": {}}}
     with pytest.raises(UserError, match=r"model_config names \['composed_heads'\], which dcformer does not have"):
