@@ -70,6 +70,9 @@ EARLIER_SETTINGS = {
     "position_sampling": None,
 }
 
+# Fields that only some configurations of a model type have, with what their lack means.
+ABSENT_FIELDS = {"model.composed_heads": None}
+
 Fingerprint = dict[str, Any]
 
 
@@ -112,7 +115,8 @@ def check_same_run(path: Path, fingerprint: Fingerprint) -> None:
         UserError: they differ; the message names every field with both values.
     """
     state = read_state(path)
-    stored = {**EARLIER_SETTINGS, **state["fingerprint"]}
+    stored = {**ABSENT_FIELDS, **EARLIER_SETTINGS, **state["fingerprint"]}
+    fingerprint = {**ABSENT_FIELDS, **fingerprint}
     names = sorted(name for name in stored.keys() & fingerprint.keys() if stored[name] != fingerprint[name])
     if is_extended(state, fingerprint):
         names = [name for name in names if name not in LENGTH_FIELDS]

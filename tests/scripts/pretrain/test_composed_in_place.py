@@ -1,5 +1,6 @@
 """Training models of Transformers with composed heads: new ones, upcycled ones, and what is loaded of them."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,16 @@ def test_a_consolidated_checkpoint_has_composed_heads(corpus: Path, tmp_path: Pa
 def test_options_that_are_wrong_are_named(given: Any, message: str, corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         run(tmp_path / "run", corpus, model_config={**PLAIN, "composed_heads": given})
+
+
+@pytest.mark.parametrize(("first", "then"), [(PLAIN, COMPOSED), (COMPOSED, PLAIN)])
+def test_a_run_does_not_resume_with_heads_that_came_or_went(
+    first: dict[str, Any], then: dict[str, Any], corpus: Path, tmp_path: Path
+) -> None:
+    killed_run(tmp_path / "run", corpus, 6, model_config=first)
+    before, now = (re.escape(str(config.get("composed_heads"))) for config in (first, then))
+    with pytest.raises(UserError, match=rf"this changed: model.composed_heads \(was {before}, is {now}\); change it"):
+        run(tmp_path / "run", corpus, model_config=then)
 
 
 def test_an_implementation_without_masks_is_refused_before_the_run(corpus: Path, tmp_path: Path) -> None:
