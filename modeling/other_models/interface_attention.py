@@ -105,19 +105,34 @@ class ComposedInterfaceAttention(SideGenerators):
         batch, heads, length, _ = query.shape
         seen = () if self.query_input is None else self.query_input.shape[:-1]
         if (*seen, heads) != (batch, length, self.composition.num_heads):
-            raise ValueError(
-                f"{type(self).__bases__[1].__name__} attends in pieces, more than once, or with {heads} heads instead "
-                f"of {self.composition.num_heads}; leave it out by names=[...]"
+            raise self._refusal(
+                f"attends in pieces, more than once, or with {heads} heads instead of {self.composition.num_heads}; "
+                "leave it out by names=[...]"
             )
         factors = self._factors().up_to(keys)
         self.query_input = self.key_input = None
         key_terms = factors.pre_key if factors.post_key is None else factors.post_key
         if self.composes_keys and (key_terms is None or key_terms.shape[1] < keys):
-            raise ValueError(
-                f"{type(self).__bases__[1].__name__} attends to keys that it did not project, or whose factors are in "
-                "no cache; use compose_key_wise=False, or leave it out by names=[...]"
+            raise self._refusal(
+                "attends to keys that it did not project, or whose factors are in no cache; use "
+                "compose_key_wise=False, or leave it out by names=[...]"
             )
         return self.composition.assemble(factors)
+
+    def _refusal(self, reason: str) -> ValueError:
+        """The error that the module does what `reason` says, or that a projection lost the hook that notes its input.
+
+        An adapter may hold the projection with the hook.
+        """
+        name = type(self).__bases__[1].__name__
+        for projection, note in zip(projections_of(self), (self.note_query_input, self.note_key_input), strict=True):
+            parts = [] if projection is None else projection.modules()
+            if not any(note in part._forward_pre_hooks.values() for part in parts):
+                return ValueError(
+                    f"a projection of {name} was replaced after its heads were composed, as PEFT does when it merges "
+                    "adapters that were there before; compose heads last"
+                )
+        return ValueError(f"{name} {reason}")
 
     def _factors(self) -> PackedFactors:
         """The factors of this call's queries, and of all keys; those of new keys are added to the cache."""

@@ -325,14 +325,13 @@ def test_layers_that_attend_to_keys_of_others_are_left_alone() -> None:
     assert compose_heads_of(model) == ["model.layers.0.self_attn"]
 
 
-def test_a_projection_that_was_replaced_later_is_missed() -> None:
-    model = llama()
+@pytest.mark.parametrize("projection", ["q_proj", "k_proj"])
+def test_a_projection_that_was_replaced_later_is_missed(projection: str) -> None:
+    model = llama(num_key_value_heads=4)
     compose_heads_of(model)
     attention = model.model.layers[0].self_attn
-    attention.k_proj = copy.deepcopy(attention.v_proj)
-    with pytest.raises(
-        ValueError, match=r"LlamaAttention attends to keys that it did not project, .*; use compose_key_wise"
-    ):
+    setattr(attention, projection, copy.deepcopy(attention.v_proj))
+    with pytest.raises(ValueError, match=r"a projection of LlamaAttention was replaced after .*; compose heads last"):
         attend(model)
 
 
