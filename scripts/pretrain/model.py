@@ -113,8 +113,8 @@ def build_model(arguments: PretrainArguments, config: PreTrainedConfig, *, on_me
         raise UserError(
             f"composition_learning_rate={arguments.composition_learning_rate} and freeze_parent_steps="
             f"{arguments.freeze_parent_steps} are for models that compose heads, and this {config.model_type} has no "
-            "weights for that; leave them out, upcycle the checkpoint with `dynattn convert` first, or give a new "
-            "model composed_heads in model_config"
+            "weights for that; leave them out, upcycle the checkpoint first (with `dynattn convert`, or with "
+            "dynattn.with_composed_heads if that does not know it), or give a new model composed_heads in model_config"
         )
     if arguments.z_loss and not isinstance(model, CausalLMHead):
         raise UserError(f"z_loss is part of the loss of this package's models, and this is a {config.model_type}")

@@ -295,7 +295,8 @@ def test_a_model_that_composes_nothing_is_refused(
 ):
     off = {"model_type": "dcpythia", "model_config": {**NEOX_CONFIG, "compose_pre": False, "compose_post": False}}
     model = {"init_from": str(parent)} if origin == "parent" else {**off, "vocab_size": 300}
-    with pytest.raises(UserError, match=r"are for models that compose heads, and this .* has no weights for that"):
+    fix = r"upcycle the checkpoint first \(with `dynattn convert`, or with dynattn.with_composed_heads if"
+    with pytest.raises(UserError, match=f"are for models that compose heads, and this .* has no weights for .*{fix}"):
         run(tmp_path / "run", corpus, **model, **changes)
     assert not (tmp_path / "run").exists()
 
