@@ -48,7 +48,13 @@ def test_a_static_cache_of_a_model_of_transformers_is_longer_than_a_prompt() -> 
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("term", [{"softcap": 50.0}, {"s_aux": torch.zeros(2)}, {"position_bias": torch.zeros(1)}])
+@pytest.mark.parametrize(
+    "term",
+    [
+        {"softcap": 50.0},
+        *({name: torch.zeros(2)} for name in ("s_aux", "position_bias", "indices", "block_indices")),
+    ],
+)
 def test_terms_that_would_be_ignored_are_refused(term: dict[str, Any]) -> None:
     query, key, value = torch.randn(3, 1, 2, 4, 8).unbind()
     attend = attention_function_of("chunked")
