@@ -33,6 +33,8 @@ class ComposedLayerMixin:
 
     factors: Any
     is_initialized: bool  # provided by the plain layer
+    # Whether the last tokens came without their factors, which `update_factors` is to append.
+    lacks_factors: bool = False
 
     @classmethod
     def from_plain(cls, layer: CacheLayerMixin) -> "ComposedLayerMixin":
@@ -68,13 +70,20 @@ class ComposedLayerMixin:
         Args:
             key_states, value_states: `[B, H_kv, T, D]`; returned as `[B, H_kv, S, D]`.
             key_factors: `[B, P * terms, T, H]`; returned as `[B, P * terms, S, H]`. Without them the result is
-                `(keys, values)`, as in models that know nothing of factors, whose attention updates `factors` itself.
+                `(keys, values)`, as in models that know nothing of factors, whose attention calls `update_factors`.
         """
         if key_factors is None:
+            self.lacks_factors = True
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
         factors, _ = self.factors.update(key_factors, key_factors[..., :0])
         keys, values = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
         return keys, (values, factors)
+
+    def update_factors(self, key_factors: Tensor) -> Tensor:
+        """Appends the factors `[B, P * terms, T, H]` of the tokens that came last, and returns those of all."""
+        self.lacks_factors = False
+        factors, _ = self.factors.update(key_factors, key_factors[..., :0])
+        return factors
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
@@ -235,7 +244,8 @@ def upgrade_layer(cache: Cache, index: int) -> Any:
     if not isinstance(layer, ComposedLayerMixin):
         if type(layer) not in COMPOSED_LAYERS:
             raise ValueError(
-                f"a {type(layer).__name__} cannot keep composition factors; use a DynamicCache or a StaticCache"
+                f"a {type(layer).__name__} cannot keep composition factors; use a DynamicCache or a StaticCache of "
+                "attention layers, or compose_key_wise=False"
             )
         cache.layers[index] = COMPOSED_LAYERS[type(layer)].from_plain(layer)
     return cache.layers[index]

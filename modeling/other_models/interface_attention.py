@@ -51,7 +51,7 @@ class ComposedInterfaceAttention(SideGenerators):
     """
 
     config: Any
-    layer_idx: int
+    layer_idx: int | None
     choices: Choices
     model_config: Any
     # These live as long as a call of `forward`: the inputs of both projections, `[B, T, E]` and `[B, S, key_size]`, and
@@ -94,8 +94,8 @@ class ComposedInterfaceAttention(SideGenerators):
         """A hook before the projection of keys, whose input is `[B, S, key_size]`, or `[B, .., key_size]`."""
         self.key_input = _as_rows(inputs[0])
 
-    def stages(self, query: Tensor, keys: int) -> tuple[Composition | None, Composition | None]:
-        """Returns (pre, post) for queries `[B, H, T, D]` and the first `keys` keys, cached ones included.
+    def stages(self, query: Tensor, keys: int, visible: int) -> tuple[Composition | None, Composition | None]:
+        """Returns (pre, post) for queries `[B, H, T, D]` and the first `visible` of `keys` keys, cached ones included.
 
         Raises:
             ValueError: the projections were not called on just these queries and keys, since the last call.
@@ -106,23 +106,23 @@ class ComposedInterfaceAttention(SideGenerators):
         seen = () if self.query_input is None else self.query_input.shape[:-1]
         if (*seen, heads) != (batch, length, self.composition.num_heads):
             raise self._refusal(
-                f"attends in pieces, more than once, or with {heads} heads instead of {self.composition.num_heads}; "
-                "leave it out by names=[...]"
+                f"attends in pieces, more than once, or with {heads} heads instead of {self.composition.num_heads}",
+                even_without_keys=True,
             )
-        factors = self._factors().up_to(keys)
+        factors = self._factors()
         self.query_input = self.key_input = None
         key_terms = factors.pre_key if factors.post_key is None else factors.post_key
-        if self.composes_keys and (key_terms is None or key_terms.shape[1] < keys):
-            raise self._refusal(
-                "attends to keys that it did not project, or whose factors are in no cache; use "
-                "compose_key_wise=False, or leave it out by names=[...]"
-            )
-        return self.composition.assemble(factors)
+        if self.composes_keys and (key_terms is None or key_terms.shape[1] != keys):
+            raise self._refusal("attends to keys that it did not project, or whose factors are in no cache")
+        return self.composition.assemble(factors.up_to(visible))
 
-    def _refusal(self, reason: str) -> ValueError:
-        """The error that the module does what `reason` says, or that a projection lost the hook that notes its input.
+    def _refusal(self, what: str, *, even_without_keys: bool = False) -> ValueError:
+        """The error for `what` the module does, or for a projection that lost the hook that notes its input.
 
         An adapter may hold the projection with the hook.
+
+        Args:
+            even_without_keys: whether the module cannot be composed by queries alone, either.
         """
         name = type(self).__bases__[1].__name__
         for projection, note in zip(projections_of(self), (self.note_query_input, self.note_key_input), strict=True):
@@ -132,7 +132,8 @@ class ComposedInterfaceAttention(SideGenerators):
                     f"a projection of {name} was replaced after its heads were composed, as PEFT does when it merges "
                     "adapters that were there before; compose heads last"
                 )
-        return ValueError(f"{name} {reason}")
+        fix = "" if even_without_keys else "use compose_key_wise=False, or "
+        return ValueError(f"{name} {what}; {fix}leave it out by names=[...]")
 
     def _factors(self) -> PackedFactors:
         """The factors of this call's queries, and of all keys; those of new keys are added to the cache."""
@@ -141,8 +142,9 @@ class ComposedInterfaceAttention(SideGenerators):
             factors = self.generate(self.query_input, self.key_input)
             if self.cache_layer is None or (new := factors.keys) is None:
                 return factors
-            cached, _ = self.cache_layer.factors.update(new, new[..., :0])
-            return factors.with_keys(cached, self.composition.stages)
+            if not self.cache_layer.lacks_factors:
+                raise self._refusal(f"keeps its keys in another layer of the cache than its own ({self.layer_idx})")
+            return factors.with_keys(self.cache_layer.update_factors(new), self.composition.stages)
         factors = self.composition(self.query_input)
         if self.cache_layer is not None and self.choices.crosses:
             return factors.with_keys(self.cache_layer.factors.keys, self.composition.stages)
@@ -166,6 +168,8 @@ class ComposedInterfaceAttention(SideGenerators):
             cache = cache.cross_attention_cache if self.choices.crosses else cache.self_attention_cache
         if getattr(cache, "offloading", False):
             raise ValueError("an offloaded cache cannot keep composition factors here; use compose_key_wise=False")
+        if self.layer_idx is None or self.layer_idx < 0:  # as in layers that stand at several places of a model
+            raise self._refusal("has no layer of the cache for its own")
         return upgrade_layer(cache, self.layer_idx)
 
 
@@ -202,9 +206,10 @@ def attend_with_composed_heads(
     _refuse_options(module, options, dropout, attention_mask)
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1 and not module.has_complete_masks
-    if is_causal and key.shape[2] > query.shape[2]:  # the first tokens in a static cache, behind which it is empty
+    keys = key.shape[2]
+    if is_causal and keys > query.shape[2]:  # the first tokens in a static cache, behind which it is empty
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    pre, post = module.stages(query, key.shape[2])
+    pre, post = module.stages(query, keys, key.shape[2])
     mask = _joined_mask(attention_mask, position_bias, is_causal, key.shape[2])
     width, padded = value.shape[3], max(query.shape[3], value.shape[3])
     composed = pre is not None or post is not None

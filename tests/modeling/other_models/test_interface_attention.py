@@ -312,6 +312,30 @@ def test_attention_that_cannot_have_composed_heads_is_refused(name: str) -> None
         compose_heads_of(model)
 
 
+ZAMBA: dict[str, Any] = {**DECODER, "mamba_d_state": 8, "n_mamba_heads": 8, "mamba_ngroups": 1, "num_mem_blocks": 1}
+ZAMBA |= {"num_key_value_heads": 4, "layers_block_type": ["mamba", "hybrid"]}
+HRM = {**DECODER, "L_cycles": 2, "H_cycles": 1}
+SPARSE = {**MLA, **EXPERTS, "index_topk": 3, "index_n_heads": 2, "index_head_dim": 16}
+# Models that pass on, or keep, more than what is composed, and what is said of them.
+UNFIT_CALLS = {
+    "hrm_text": (HRM, {}, "HrmTextAttention keeps its keys in another layer of the cache than its own"),
+    "zamba2": (ZAMBA, {}, "Zamba2Attention has no layer of the cache for its own"),
+    "deepseek_v32": ({**DECODER, **SPARSE}, {"use_cache": False}, r"attention with \['indices'\] cannot have composed"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT_CALLS)
+def test_what_would_be_wrong_in_silence_is_refused_when_it_is_called(name: str) -> None:
+    """A layer that a model goes through several times has several layers of the cache, and indices choose keys."""
+    fields, options, message = UNFIT_CALLS[name]
+    if name not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this version of Transformers has no {name}")
+    model = AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **fields)).eval()
+    compose_heads_of(model)
+    with pytest.raises(ValueError, match=message):
+        attend(model, **options)
+
+
 def test_two_attentions_at_once_are_refused_when_they_are_called() -> None:
     model = DiffLlamaForCausalLM(DiffLlamaConfig(**DECODER)).eval()
     compose_heads_of(model)
