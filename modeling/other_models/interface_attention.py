@@ -7,6 +7,8 @@ more: what queries and keys are projected from, which hooks on the projections n
 
 import copy
 import inspect
+import threading
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +44,24 @@ class Choices(NamedTuple):
     crosses: bool  # whether the module is cross-attention, whose cache holds keys of another sequence
 
 
+@dataclass
+class Call:
+    """What a call of a module's `forward` notes: the inputs of both projections, and the layer of the cache."""
+
+    cache_layer: Any = None
+    query_input: Tensor | None = None  # [B, T, E]
+    key_input: Tensor | None = None  # [B, S, key_size]; None where keys are read from a cache
+
+
+class Running(threading.local):
+    """The call that runs in a thread, which is not kept on the module, because several threads may call it at once."""
+
+    call: Call | None = None
+
+
+RUNNING = Running()
+
+
 class ComposedInterfaceAttention(SideGenerators):
     """Mixed in front of an attention module of Transformers, whose forward pass then composes heads.
 
@@ -54,11 +74,6 @@ class ComposedInterfaceAttention(SideGenerators):
     layer_idx: int | None
     choices: Choices
     model_config: Any
-    # These live as long as a call of `forward`: the inputs of both projections, `[B, T, E]` and `[B, S, key_size]`, and
-    # the layer of the cache. The second is None where keys are read from a cache.
-    query_input: Tensor | None = None
-    key_input: Tensor | None = None
-    cache_layer: Any = None
 
     def switch_on(self, choices: Choices) -> None:
         """Makes the module call `attend_with_composed_heads`, and note the inputs of its projections.
@@ -80,19 +95,21 @@ class ComposedInterfaceAttention(SideGenerators):
         """
         check_masks(self.model_config._attn_implementation)
         cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, Cache)), None)
-        self.cache_layer = self._layer_of(cache)
+        before, RUNNING.call = RUNNING.call, Call(self._layer_of(cache))
         try:
             return super().forward(*args, **kwargs)
         finally:
-            self.query_input = self.key_input = self.cache_layer = None
+            RUNNING.call = before
 
     def note_query_input(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """A hook before the projection of queries, whose input is `[B, T, E]`, or `[B, .., E]` of a picture's rows."""
-        self.query_input = _as_rows(inputs[0])
+        if RUNNING.call is not None:
+            RUNNING.call.query_input = _as_rows(inputs[0])
 
     def note_key_input(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """A hook before the projection of keys, whose input is `[B, S, key_size]`, or `[B, .., key_size]`."""
-        self.key_input = _as_rows(inputs[0])
+        if RUNNING.call is not None:
+            RUNNING.call.key_input = _as_rows(inputs[0])
 
     def stages(self, query: Tensor, keys: int, visible: int) -> tuple[Composition | None, Composition | None]:
         """Returns (pre, post) for queries `[B, H, T, D]` and the first `visible` of `keys` keys, cached ones included.
@@ -102,52 +119,42 @@ class ComposedInterfaceAttention(SideGenerators):
         """
         if self.composition is None:
             return None, None
-        batch, heads, length, _ = query.shape
-        seen = () if self.query_input is None else self.query_input.shape[:-1]
+        call, (batch, heads, length, _) = RUNNING.call or Call(), query.shape
+        seen = () if call.query_input is None else call.query_input.shape[:-1]
         if (*seen, heads) != (batch, length, self.composition.num_heads):
             raise self._refusal(
                 f"attends in pieces, more than once, or with {heads} heads instead of {self.composition.num_heads}",
                 even_without_keys=True,
             )
-        factors = self._factors()
-        self.query_input = self.key_input = None
+        factors = self._factors(call)
+        call.query_input = call.key_input = None
         key_terms = factors.pre_key if factors.post_key is None else factors.post_key
         if self.composes_keys and (key_terms is None or key_terms.shape[1] != keys):
             raise self._refusal("attends to keys that it did not project, or whose factors are in no cache")
         return self.composition.assemble(factors.up_to(visible))
 
     def _refusal(self, what: str, *, even_without_keys: bool = False) -> ValueError:
-        """The error for `what` the module does, or for a projection that lost the hook that notes its input.
-
-        An adapter may hold the projection with the hook.
+        """The error for `what` the module does.
 
         Args:
             even_without_keys: whether the module cannot be composed by queries alone, either.
         """
-        name = type(self).__bases__[1].__name__
-        for projection, note in zip(projections_of(self), (self.note_query_input, self.note_key_input), strict=True):
-            parts = [] if projection is None else projection.modules()
-            if not any(note in part._forward_pre_hooks.values() for part in parts):
-                return ValueError(
-                    f"a projection of {name} was replaced after its heads were composed, as PEFT does when it merges "
-                    "adapters that were there before; compose heads last"
-                )
-        fix = "" if even_without_keys else "use compose_key_wise=False, or "
+        name, fix = type(self).__bases__[1].__name__, "" if even_without_keys else "use compose_key_wise=False, or "
         return ValueError(f"{name} {what}; {fix}leave it out by names=[...]")
 
-    def _factors(self) -> PackedFactors:
-        """The factors of this call's queries, and of all keys; those of new keys are added to the cache."""
-        assert self.composition is not None and self.query_input is not None
-        if self.key_input is not None:
-            factors = self.generate(self.query_input, self.key_input)
-            if self.cache_layer is None or (new := factors.keys) is None:
+    def _factors(self, call: Call) -> PackedFactors:
+        """The factors of a call's queries, and of all keys; those of new keys are added to the cache."""
+        assert self.composition is not None and call.query_input is not None
+        if call.key_input is not None:
+            factors = self.generate(call.query_input, call.key_input)
+            if call.cache_layer is None or (new := factors.keys) is None:
                 return factors
-            if not self.cache_layer.lacks_factors:
+            if not call.cache_layer.lacks_factors:
                 raise self._refusal(f"keeps its keys in another layer of the cache than its own ({self.layer_idx})")
-            return factors.with_keys(self.cache_layer.update_factors(new), self.composition.stages)
-        factors = self.composition(self.query_input)
-        if self.cache_layer is not None and self.choices.crosses:
-            return factors.with_keys(self.cache_layer.factors.keys, self.composition.stages)
+            return factors.with_keys(call.cache_layer.update_factors(new), self.composition.stages)
+        factors = self.composition(call.query_input)
+        if call.cache_layer is not None and self.choices.crosses:
+            return factors.with_keys(call.cache_layer.factors.keys, self.composition.stages)
         return factors.with_keys_of(PackedFactors())
 
     @property

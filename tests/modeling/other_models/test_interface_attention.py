@@ -1,6 +1,8 @@
 """Composed heads in models of Transformers that call its attention interface: truth is our own families."""
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +284,28 @@ def test_a_class_with_composed_heads_loads_plain_and_composed_checkpoints(tmp_pa
         torch.testing.assert_close(loaded(IDS).logits, upcycled(IDS).logits)
     with pytest.raises(ValueError, match=r"composed_heads \(True\) must be options of compose_heads_of, or {} for its"):
         with_composed_heads(LlamaForCausalLM)(LlamaConfig(**DECODER, composed_heads=True))
+
+
+@torch.no_grad()
+def test_threads_may_call_a_model_and_its_replicas_at_the_same_time() -> None:
+    """The hooks of a replica, as `DataParallel` makes them, are those of the module that it was copied from."""
+    model = llama(num_hidden_layers=1)
+    compose_heads_of(model)
+    strengthen(model)
+    rows = [(IDS + row) % 97 for row in range(4)]
+    expected = [model(ids).logits for ids in rows]
+    layer, arrived = model.model.layers[0], threading.Barrier(len(rows))
+
+    def wait_for_all(module: nn.Module, given: Any) -> None:
+        """Runs between the projections of keys and the attention."""
+        arrived.wait(10)
+
+    layer.self_attn.v_proj.register_forward_pre_hook(wait_for_all)
+    for attention in (layer.self_attn, copy.copy(layer.self_attn)):
+        layer.self_attn = attention
+        with ThreadPoolExecutor(len(rows)) as threads:
+            found = list(threads.map(lambda ids: model(ids).logits, rows))
+        torch.testing.assert_close(found, expected)
 
 
 def test_query_wise_composition_needs_no_place_in_the_cache() -> None:
