@@ -1,5 +1,6 @@
 """Adds composed heads to the attention of other models: of PyTorch, Transformers and timm."""
 
+import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...configuration.multihead_config import MultiheadConfig
 from ...configuration.portable_config import PortableConfig
 from ..layers.head_composition import DynamicComposition, init_composition
 from .adapters import ADAPTERS, adapter_of, plan_composition
@@ -24,6 +26,10 @@ FIXED_OPTIONS = (
     "differential_heads",
     "layer_idx",
 )
+# Options that a model may have otherwise than the one whose configuration and weights it loads.
+OWN_OPTIONS = ("implementation", "dropout", "compose_dropout", "compose_init_scale")
+# Options that change outputs, but no weights by which a difference would be noticed.
+UNSEEN_OPTIONS = ("compose_act", "compose_norm_eps")
 HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -106,24 +112,24 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
     configuration keeps the options.
 
     Args:
-        options: as those of `compose_heads_of`, `names` included; without any, those in the configuration.
+        options: as those of `compose_heads_of`, `names` included. Those in the configuration need not be given, and may
+            not be changed, apart from `OWN_OPTIONS`.
 
     ```python
     >>> ComposedLlama = dynattn.with_composed_heads(LlamaForCausalLM, compose_rank=2)
     >>> model = ComposedLlama.from_pretrained("a/llama")  # doctest: +SKIP
     ```
     """
+    if not isinstance(names := options.get("names"), str | None):
+        options["names"] = list(names)  # for several models, and for the configuration's file
 
     class Composed(model_class):  # type: ignore[misc, valid-type]
         _auto_class = None  # code that came with `model_class` has no composed heads
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            chosen = _chosen_options(options, getattr(config, "composed_heads", None))
+            config = copy.copy(config)  # the caller may make a plain model of it, too
             super().__init__(config, *args, **kwargs)
-            chosen = options or getattr(config, "composed_heads", None) or {}
-            if not isinstance(chosen, dict):
-                raise ValueError(
-                    f"composed_heads ({chosen}) must be options of compose_heads_of, or {{}} for its defaults"
-                )
             compose_heads_of(self, **chosen)
             self.config.composed_heads = chosen
 
@@ -150,6 +156,26 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
     Composed.__name__ = Composed.__qualname__ = composed_name(model_class)
     Composed.__doc__ = f"A `{model_class.__name__}` with composed heads."
     return Composed
+
+
+def _chosen_options(given: dict[str, Any], kept: Any) -> dict[str, Any]:
+    """The options of a model: those `kept` in its configuration, if there are any, and those `given` besides.
+
+    Raises:
+        ValueError: the configuration has something else than options, or others than are given.
+    """
+    if kept is None:
+        return dict(given)
+    if not isinstance(kept, dict):
+        raise ValueError(f"composed_heads ({kept}) must be options of compose_heads_of, or {{}} for its defaults")
+    known = {**{name: getattr(MultiheadConfig, name) for name in UNSEEN_OPTIONS}, **kept}
+    if changed := [name for name in given if name not in OWN_OPTIONS and given[name] != known.get(name, given[name])]:
+        asked = {name: given[name] for name in changed}
+        raise ValueError(
+            f"options {asked} differ from composed_heads ({kept}) of the configuration, with which its weights were "
+            "trained; leave them out"
+        )
+    return {**kept, **given}
 
 
 def composed_name(model_class: type) -> str:

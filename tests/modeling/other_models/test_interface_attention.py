@@ -1,6 +1,7 @@
 """Composed heads in models of Transformers that call its attention interface: truth is our own families."""
 
 import copy
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -282,8 +283,36 @@ def test_a_class_with_composed_heads_loads_plain_and_composed_checkpoints(tmp_pa
     for loading in (composed_class, with_composed_heads(LlamaForCausalLM)):  # the latter reads the options
         loaded = loading.from_pretrained(tmp_path / "composed", dtype=torch.float64).eval()
         torch.testing.assert_close(loaded(IDS).logits, upcycled(IDS).logits)
-    with pytest.raises(ValueError, match=r"composed_heads \(True\) must be options of compose_heads_of, or {} for its"):
-        with_composed_heads(LlamaForCausalLM)(LlamaConfig(**DECODER, composed_heads=True))
+
+
+@pytest.mark.parametrize("kept", [True, False, [], "compose_rank"])
+def test_a_configuration_without_options_is_refused(kept: Any) -> None:
+    message = re.escape(f"composed_heads ({kept}) must be options of compose_heads_of, or {{}} for its")
+    with pytest.raises(ValueError, match=message):
+        with_composed_heads(LlamaForCausalLM)(LlamaConfig(**DECODER, composed_heads=kept))
+
+
+def test_options_that_a_checkpoint_was_saved_with_stay(tmp_path: Path) -> None:
+    """Other ones may come to them: new weights that start as the identity, and what is no matter of the weights."""
+    names = ["model.layers.1.self_attn"]
+    model = with_composed_heads(LlamaForCausalLM, compose_act="silu", names=iter(names))(LlamaConfig(**DECODER)).eval()
+    strengthen(model)
+    model.save_pretrained(tmp_path)
+    assert model.config.composed_heads == {"compose_act": "silu", "names": names}
+    for options in ({}, {"implementation": "eager"}, {"compose_static": True}, {"names": tuple(names)}):
+        loaded = with_composed_heads(LlamaForCausalLM, **options).from_pretrained(tmp_path).eval()
+        torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits)
+    for options in ({"compose_act": "gelu"}, {"compose_norm_eps": 0.1}, {"names": ["model.layers.0.self_attn"]}):
+        message = rf"options {re.escape(str(options))} differ from composed_heads \({{'compose_act': 'silu', 'names'"
+        with pytest.raises(ValueError, match=message):
+            with_composed_heads(LlamaForCausalLM, **options).from_pretrained(tmp_path)
+
+
+def test_a_configuration_is_not_changed_for_other_models() -> None:
+    config = LlamaConfig(**DECODER)
+    composed_class = with_composed_heads(LlamaForCausalLM, names=iter(["model.layers.1.self_attn"]))
+    assert len([composed_class(config) for _ in range(2)]) == 2
+    assert not hasattr(config, "composed_heads")
 
 
 @torch.no_grad()
