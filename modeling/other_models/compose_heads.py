@@ -13,6 +13,7 @@ from ...configuration.portable_config import PortableConfig
 from ..layers.head_composition import DynamicComposition, init_composition
 from .adapters import ADAPTERS, adapter_of, plan_composition
 from .multihead_attention import ComposedMultiheadAttention
+from .side_generators import SideGenerators
 
 # Options that would change a module's projections, or with which its composition would not start as the identity.
 # Differential attention is never the identity, because it normalizes the outputs of its pairs.
@@ -208,6 +209,12 @@ def _find_attention(model: nn.Module, names: Iterable[str] | None) -> dict[str, 
         raise ValueError(
             f"the model is a {type(model).__name__} itself; give a module that contains it, or make a "
             "ComposedMultiheadAttention instead"
+        )
+    if not found and (
+        composed := [name for name, module in model.named_modules() if isinstance(module, SideGenerators)]
+    ):
+        raise ValueError(
+            f"{type(model).__name__} has composed heads already, in {composed[0]}; make them of a plain model"
         )
     if not found:
         raise ValueError(

@@ -389,6 +389,13 @@ def test_what_would_be_wrong_in_silence_is_refused_when_it_is_called(name: str) 
         attend(model, **options)
 
 
+def test_a_model_is_composed_once() -> None:
+    model = llama()
+    compose_heads_of(model)
+    with pytest.raises(ValueError, match=r"has composed heads already, in model\.layers\.0\.self_attn; make them of a"):
+        compose_heads_of(model)
+
+
 def test_two_attentions_at_once_are_refused_when_they_are_called() -> None:
     model = DiffLlamaForCausalLM(DiffLlamaConfig(**DECODER)).eval()
     compose_heads_of(model)
