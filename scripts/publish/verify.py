@@ -21,6 +21,10 @@ from .checkpoint import Checkpoint
 
 # Largest difference in roundings of the largest element. Usually there is none, but kernels may sum in another order.
 ROUNDINGS = 8
+# What a checkpoint may raise where its configuration or its weights are wrong.
+REFUSALS = (
+    ArithmeticError, ImportError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError,
+)  # fmt: skip
 NOT_PASSED_ON = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE")
 
 
@@ -36,16 +40,24 @@ def answers_with_package(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Loads the checkpoint with the package's classes and returns its answers, as `probe.measure` does.
 
     Raises:
-        UserError: it does not load, its weights do not fit its configuration, or its outputs are not finite.
+        UserError: it does not load, its weights do not fit its configuration, it refuses to be called, or its outputs
+            are not finite.
     """
     options: Any = {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         loaded: Any = checkpoint.model_class.from_pretrained(checkpoint.folder, **options)
-    except (ArithmeticError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+    except REFUSALS as error:
         raise UserError(f"{checkpoint.folder} does not load: {refusal_of(error)}") from error
     model, info = loaded
     check_loaded(str(checkpoint.folder), info, exactly=True)
-    answers = probe.measure(model.eval(), checkpoint.tokenizer)
+    try:
+        answers = probe.measure(model.eval(), checkpoint.tokenizer)
+    except (AttributeError, *REFUSALS) as error:
+        if checkpoint.plain_class is None:
+            raise
+        raise UserError(
+            f"the {checkpoint.model_class.__name__} in {checkpoint.folder} does not work: {refusal_of(error)}"
+        ) from error
     for name, answer in answers.items():
         if not torch.isfinite(answer).all():
             raise UserError(f"the model in {checkpoint.folder} outputs NaN or infinity ({name}); repair its weights")

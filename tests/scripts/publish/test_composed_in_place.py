@@ -1,5 +1,6 @@
 """Publishing models of Transformers with composed heads: their code travels, and adds the heads without the package."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from dynattn import with_composed_heads
 from dynattn.scripts.cli import main
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.publish.checkpoint import read_checkpoint
+from dynattn.scripts.publish.verify import answers_with_package
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 TEXTS = {**SIZES, "vocab_size": 300, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0}
@@ -144,6 +146,14 @@ def test_what_cannot_be_published_is_told_so(original: Path, tmp_path: Path) -> 
     edit_config(tmp_path / "lost", composed_heads=None)
     with pytest.raises(UserError, match="holds a model of type 'llama'; only dcformer"):
         read_checkpoint(str(tmp_path / "lost"))
+    for name, message in (
+        ("flash_attention_2", "does not load: FlashAttention2 has been toggled on"),
+        ("flex_attention", "the ComposedLlamaForCausalLM in .* does not work: .* has no masks for composed heads; use"),
+    ):
+        shutil.copytree(original, tmp_path / name)
+        edit_config(tmp_path / name, attn_implementation=name)
+        with pytest.raises(UserError, match=message):
+            answers_with_package(read_checkpoint(str(tmp_path / name)))
     sides = {
         f"{side}_{name}": 4 for side in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")
     }
