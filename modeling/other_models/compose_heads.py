@@ -110,7 +110,7 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
 
     Its `from_pretrained` loads checkpoints that its `save_pretrained` wrote, and plain ones of `model_class`: then the
     composition starts as the identity, and Transformers names its weights as new. The field `composed_heads` of the
-    configuration keeps the options.
+    configuration keeps the options, but for `implementation`.
 
     Args:
         options: as those of `compose_heads_of`, `names` included. Those in the configuration need not be given, and may
@@ -132,6 +132,7 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
             config = copy.copy(config)  # the caller may make a plain model of it, too
             super().__init__(config, *args, **kwargs)
             compose_heads_of(self, **chosen)
+            chosen.pop("implementation", None)  # of this machine, which others may not have
             self.config.composed_heads = chosen
 
         @classmethod

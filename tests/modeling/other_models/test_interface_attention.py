@@ -308,6 +308,14 @@ def test_options_that_a_checkpoint_was_saved_with_stay(tmp_path: Path) -> None:
             with_composed_heads(LlamaForCausalLM, **options).from_pretrained(tmp_path)
 
 
+def test_an_implementation_is_of_the_machine_and_not_of_the_checkpoint() -> None:
+    """A model that was trained with Triton would not work on a machine without a GPU."""
+    config = LlamaConfig(**DECODER, composed_heads={"implementation": "triton"})
+    assert with_composed_heads(LlamaForCausalLM)(config).config.composed_heads == {}
+    model = with_composed_heads(LlamaForCausalLM, compose_rank=1, implementation="eager")(LlamaConfig(**DECODER))
+    assert model.config.composed_heads == {"compose_rank": 1}
+
+
 def test_a_configuration_is_not_changed_for_other_models() -> None:
     config = LlamaConfig(**DECODER)
     composed_class = with_composed_heads(LlamaForCausalLM, names=iter(["model.layers.1.self_attn"]))
