@@ -216,6 +216,11 @@ def attend_with_composed_heads(
     keys = key.shape[2]
     if is_causal and keys > query.shape[2]:  # the first tokens in a static cache, behind which it is empty
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    if (
+        is_causal and keys < query.shape[2]
+    ):  # SDPA puts the first query at the first key, and the ops the last at the last
+        attention_mask = torch.ones(query.shape[2], keys, dtype=torch.bool, device=key.device).tril()
+        is_causal = False
     pre, post = module.stages(query, keys, key.shape[2])
     mask = _joined_mask(attention_mask, position_bias, is_causal, key.shape[2])
     width, padded = value.shape[3], max(query.shape[3], value.shape[3])

@@ -48,6 +48,8 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    MllamaForCausalLM,
+    MllamaTextConfig,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -239,6 +241,19 @@ def test_a_position_bias_over_a_static_cache_that_is_longer_than_the_prompt() ->
     for cache in ({}, {"cache_implementation": "static"}):
         found = torch.stack(model.generate(IDS, **options, **cache).logits)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_attention_that_is_causal_over_fewer_keys_stays_so() -> None:
+    """Without a mask, SDPA takes the cross-attention of Mllama, which does not say whether it is causal, for causal."""
+    torch.manual_seed(0)
+    fields = {**DECODER, "num_key_value_heads": 2, "cross_attention_layers": [1]}
+    model = MllamaForCausalLM(MllamaTextConfig(**fields)).eval()
+    model.model.layers[1].cross_attn_attn_gate.fill_(1.0)
+    given = {"input_ids": IDS, "cross_attention_states": torch.randn(2, 6, 32), "use_cache": False}
+    expected = model(**given).logits
+    assert compose_heads_of(model) == ["model.layers.0.self_attn", "model.layers.1.cross_attn"]
+    torch.testing.assert_close(model(**given).logits, expected, atol=1e-5, rtol=0)
 
 
 def test_models_without_sdpa_stay_bidirectional() -> None:
