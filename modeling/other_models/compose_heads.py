@@ -188,11 +188,14 @@ def composed_name(model_class: type) -> str:
 def composing_class(auto_class: Any, config: Any) -> Any:
     """The Auto class itself, or for a configuration with `composed_heads` the class of its models, with those heads.
 
-    Both have `from_pretrained` and `from_config`.
+    Both have `from_pretrained` and `from_config`. An Auto class that does not know the configuration refuses it there.
     """
-    if getattr(config, "composed_heads", None) is None:
+    if getattr(config, "composed_heads", None) is None or type(config) not in auto_class._model_mapping:
         return auto_class
-    return with_composed_heads(auto_class._model_mapping[type(config)])
+    known = auto_class._model_mapping[type(config)]
+    classes = known if isinstance(known, tuple | list) else [known]
+    named = [one for one in classes if composed_name(one) in (config.architectures or ())]
+    return with_composed_heads([*named, *classes][0])
 
 
 def _find_attention(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Module]:

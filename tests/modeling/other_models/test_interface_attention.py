@@ -28,6 +28,7 @@ from transformers import (
     ContinuousBatchingConfig,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeiTConfig,
     DiffLlamaConfig,
     DiffLlamaForCausalLM,
     DynamicCache,
@@ -64,6 +65,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM, compose_heads_of, with_composed_heads
+from dynattn.modeling.other_models.compose_heads import composing_class
 from dynattn.modeling.other_models.side_generators import SideGenerators
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -321,6 +323,14 @@ def test_options_that_a_checkpoint_was_saved_with_stay(tmp_path: Path) -> None:
         message = rf"options {re.escape(str(options))} differ from composed_heads \({{'compose_act': 'silu', 'names'"
         with pytest.raises(ValueError, match=message):
             with_composed_heads(LlamaForCausalLM, **options).from_pretrained(tmp_path)
+
+
+def test_an_auto_class_has_several_composing_classes_or_none_for_a_configuration() -> None:
+    config = DeiTConfig(composed_heads={})
+    assert composing_class(AutoModelForImageClassification, config).__name__ == "ComposedDeiTForImageClassification"
+    config.architectures = ["ComposedDeiTForImageClassificationWithTeacher"]
+    assert composing_class(AutoModelForImageClassification, config).__name__ == config.architectures[0]
+    assert composing_class(AutoModelForCausalLM, config) is AutoModelForCausalLM
 
 
 def test_an_implementation_is_of_the_machine_and_not_of_the_checkpoint() -> None:
