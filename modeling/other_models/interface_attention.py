@@ -62,6 +62,18 @@ class Running(threading.local):
 RUNNING = Running()
 
 
+def note_query_input(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """A hook before the projection of queries, whose input is `[B, T, E]`, or `[B, .., E]` of a picture's rows."""
+    if RUNNING.call is not None:
+        RUNNING.call.query_input = _as_rows(inputs[0])
+
+
+def note_key_input(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """A hook before the projection of keys, whose input is `[B, S, key_size]`, or `[B, .., key_size]`."""
+    if RUNNING.call is not None:
+        RUNNING.call.key_input = _as_rows(inputs[0])
+
+
 class ComposedInterfaceAttention(SideGenerators):
     """Mixed in front of an attention module of Transformers, whose forward pass then composes heads.
 
@@ -83,9 +95,19 @@ class ComposedInterfaceAttention(SideGenerators):
         self.choices, self.model_config, self.config = choices, self.config, copy.copy(self.config)
         # The key "" is the model itself; a plain string would also change the implementation of its backbone.
         self.config._attn_implementation = {"": NAME}
-        query, key = projections_of(self)
-        query.register_forward_pre_hook(self.note_query_input)
-        key.register_forward_pre_hook(self.note_key_input)
+        self._note_inputs()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Also notes the inputs of a projection that takes another's place, such as one with quantized weights."""
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Module) and "choices" in vars(self):
+            self._note_inputs()
+
+    def _note_inputs(self) -> None:
+        """Hooks the projections that are not hooked yet."""
+        for projection, note in zip(projections_of(self), (note_query_input, note_key_input), strict=True):
+            if projection is not None and note not in projection._forward_pre_hooks.values():
+                projection.register_forward_pre_hook(note)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As that of the module.
@@ -100,16 +122,6 @@ class ComposedInterfaceAttention(SideGenerators):
             return super().forward(*args, **kwargs)
         finally:
             RUNNING.call = before
-
-    def note_query_input(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """A hook before the projection of queries, whose input is `[B, T, E]`, or `[B, .., E]` of a picture's rows."""
-        if RUNNING.call is not None:
-            RUNNING.call.query_input = _as_rows(inputs[0])
-
-    def note_key_input(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """A hook before the projection of keys, whose input is `[B, S, key_size]`, or `[B, .., key_size]`."""
-        if RUNNING.call is not None:
-            RUNNING.call.key_input = _as_rows(inputs[0])
 
     def stages(self, query: Tensor, keys: int, visible: int) -> tuple[Composition | None, Composition | None]:
         """Returns (pre, post) for queries `[B, H, T, D]` and the first `visible` of `keys` keys, cached ones included.

@@ -442,13 +442,29 @@ def test_layers_that_attend_to_keys_of_others_are_left_alone() -> None:
     assert compose_heads_of(model) == ["model.layers.0.self_attn"]
 
 
-@pytest.mark.parametrize("projection", ["q_proj", "k_proj"])
-def test_a_projection_that_was_replaced_later_is_missed(projection: str) -> None:
-    model = llama(num_key_value_heads=4)
+def test_a_projection_that_takes_anothers_place_is_noted() -> None:
+    """As those with quantized weights do, when `from_pretrained` has made the model. PEFT puts one into another."""
+    model = llama()
+    compose_heads_of(model)
+    strengthen(model)
+    expected, attention = attend(model).logits, model.model.layers[0].self_attn
+    for name in ("q_proj", "k_proj"):
+        replaced, new = attention.get_submodule(name), nn.Linear(32, 1, bias=False)
+        new.weight, new.out_features = replaced.weight, replaced.out_features
+        model.set_submodule(f"model.layers.0.self_attn.{name}", new)
+        torch.testing.assert_close(attend(model).logits, expected)
+        model.set_submodule(f"model.layers.0.self_attn.{name}", replaced)
+        assert len(new._forward_pre_hooks) == len(replaced._forward_pre_hooks) == 1
+
+
+def test_a_projection_that_was_replaced_unnoticed_is_missed() -> None:
+    model = llama()
     compose_heads_of(model)
     attention = model.model.layers[0].self_attn
-    setattr(attention, projection, copy.deepcopy(attention.v_proj))
-    with pytest.raises(ValueError, match=r"a projection of LlamaAttention was replaced after .*; compose heads last"):
+    attention._modules["k_proj"] = copy.deepcopy(attention.v_proj)
+    with pytest.raises(
+        ValueError, match=r"LlamaAttention attends to keys that it did not project, .*; use compose_key_wise"
+    ):
         attend(model)
 
 
