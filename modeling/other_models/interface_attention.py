@@ -361,5 +361,5 @@ def interface_dropout(attention: Any) -> float:
 def is_cross_attention(name: str, attention: Any) -> bool:
     """Whether a module called `name` attends to another sequence, as far as names and attributes tell."""
     names = f"{name}.{type(attention).__name__}".lower()
-    is_named_so = any(part in names for part in ("cross", "encoder_attn", "encdec"))
+    is_named_so = any(part in names for part in ("cross", "encoder_attn", "encdec", "encoder_decoder_attention"))
     return is_named_so or bool(getattr(attention, "is_cross_attention", False))

@@ -51,6 +51,8 @@ from transformers import (
     MixtralForCausalLM,
     MllamaForCausalLM,
     MllamaTextConfig,
+    Pix2StructConfig,
+    Pix2StructForConditionalGeneration,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -184,6 +186,22 @@ T5_TOKENS = {"vocab_size": 97, "decoder_start_token_id": 0, "pad_token_id": 0, "
 GEMMA = {**DECODER, "head_dim": 8, "num_key_value_heads": 2}
 GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 97, "attn_pdrop": 0.0}
 BERT = {**DECODER, "is_decoder": True, "attention_probs_dropout_prob": 0.0}
+PATCHES: dict[str, Any] = {"flattened_patches": torch.randn(2, 6, 34, generator=torch.Generator().manual_seed(0))}
+PATCHES["flattened_patches"][..., :2] = torch.arange(12).view(6, 2) % 4  # the row and column of each
+PATCHES["use_cache"] = True  # not its default
+
+
+def make_pix2struct_config() -> Pix2StructConfig:
+    sizes = {"hidden_size": 32, "d_kv": 8, "d_ff": 48}
+    text = {**sizes, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0, **T5_TOKENS}
+    patches = {"patch_embed_hidden_size": 32, "seq_len": 16, "attention_dropout": 0.0}
+    vision = {**sizes, **patches, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Pix2StructConfig(text_config=text, vision_config=vision)
+    for part in (config, config.text_config, config.vision_config):
+        part.initializer_range = 0.2
+    return config
+
+
 # Models that differ in what they project, cache, mask and pass to attention functions.
 OTHERS: dict[str, tuple[Any, Any, dict[str, Tensor]]] = {
     "bert": (BertLMHeadModel, lambda: BertConfig(**BERT), SOURCES),
@@ -193,6 +211,7 @@ OTHERS: dict[str, tuple[Any, Any, dict[str, Tensor]]] = {
     "deepseek_v3": (DeepseekV3ForCausalLM, lambda: DeepseekV3Config(**DECODER, **MLA, **EXPERTS), SOURCES),
     "t5": (T5ForConditionalGeneration, lambda: T5Config(**T5_SIZES, **T5_TOKENS), SOURCES),
     "whisper": (WhisperForConditionalGeneration, lambda: WhisperConfig(**WHISPER), FEATURES),
+    "pix2struct": (Pix2StructForConditionalGeneration, make_pix2struct_config, PATCHES),
 }
 
 
@@ -206,14 +225,14 @@ def test_other_models_start_as_they_were_and_a_cache_changes_nothing(name: str) 
     def ask(**options: Any) -> Tensor:
         """The logits `[N, B, V]` of generated tokens."""
         options = {**GREEDY, "output_logits": True, "return_dict_in_generate": True, **options}
-        return torch.stack(model.generate(**given, **options).logits)
+        return torch.stack(model.generate(**{**given, **options}).logits)
 
     before = ask()
     names = compose_heads_of(model)
     torch.testing.assert_close(ask(), before, atol=1e-4, rtol=1e-4)
     strengthen(model)
     composed = ask()
-    assert len(names) == (6 if name in ("t5", "whisper") else 2)
+    assert len(names) == (6 if name in ("t5", "whisper", "pix2struct") else 2)
     assert float((composed - before).abs().max()) > 1e-2 * float(before.abs().max())
     for options in ({"use_cache": False}, {"cache_implementation": "static"}):
         torch.testing.assert_close(ask(**options), composed, atol=1e-4, rtol=1e-4)
