@@ -39,7 +39,7 @@ LISTED_ARGUMENTS = (
 BODY = """
 # {name}
 
-A `{model_type}` {kind} that `dynattn pretrain` made from {origin}.
+A `{model_type}` {kind}{heads} that `dynattn pretrain` made from {origin}.
 
 ## Use
 
@@ -121,6 +121,7 @@ def write_card(
         **words,
         name=result.output.resolve().name,
         model_type=model_type,
+        heads="" if plain_class is None else " with composed heads",
         origin=origin(arguments.init_from),
         measured=table(loss_rows(result)),
         training=table(training_rows(result)),

@@ -333,9 +333,10 @@ def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments) -> None:
         _check_predicts_next(config)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and arguments.sequence_length > limit:
+        others = "" if arguments.init_from else ", or raise the limit in model_config"
         raise UserError(
             f"sequence_length={arguments.sequence_length} is above the model's max_position_embeddings={limit}; "
-            "lower it, or raise the limit in model_config"
+            f"lower it{others}"
         )
     if arguments.packing == "anchor":
         check_reads_positions(config, "packing=anchor")

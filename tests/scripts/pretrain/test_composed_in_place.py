@@ -35,6 +35,7 @@ def test_a_new_model_trains_resumes_and_is_loaded(corpus: Path, tmp_path: Path) 
     health = [row for row in read_metrics(result.output / "metrics.jsonl") if row["split"] == "composition"]
     assert health and {name.partition(".")[0] for name in health[-1]} >= {"00", "01"}
     card = (Path(result.model) / "README.md").read_text()
+    assert "A `llama` language model with composed heads that `dynattn pretrain` made from fresh weights." in card
     block = card[card.index("import dynattn") :].partition("```")[0].replace("PATH_OR_NAME", str(result.model))
     names: dict[str, Any] = {}
     exec(block, names)
