@@ -170,6 +170,12 @@ class ComposedInterfaceAttention(SideGenerators):
         return factors.with_keys_of(PackedFactors())
 
     @property
+    def implementation(self) -> str | None:
+        """The chosen one or, with the model's `eager`, the reference, which makes maps; None takes the default."""
+        named = self.choices.implementation
+        return "eager" if named is None and self.model_config._attn_implementation == "eager" else named
+
+    @property
     def has_complete_masks(self) -> bool:
         """Whether the model's masks hide all that is hidden; those for SDPA leave causality to the function."""
         return self.model_config._attn_implementation in (None, "eager")
@@ -225,28 +231,27 @@ def attend_with_composed_heads(
     _refuse_options(module, options, dropout, attention_mask)
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1 and not module.has_complete_masks
-    keys = key.shape[2]
-    if is_causal and keys > query.shape[2]:  # the first tokens in a static cache, behind which it is empty
-        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    if (
-        is_causal and keys < query.shape[2]
-    ):  # SDPA puts the first query at the first key, and the ops the last at the last
-        attention_mask = torch.ones(query.shape[2], keys, dtype=torch.bool, device=key.device).tril()
+    (queries, width), keys = query.shape[2:], key.shape[2]
+    # SDPA puts the first query at the first key, and the ops the last query at the last key.
+    if is_causal and keys > queries:  # the first tokens in a static cache, behind which it is empty
+        key, value = key[:, :, :queries], value[:, :, :queries]
+    if is_causal and keys < queries:
+        attention_mask = torch.ones(queries, keys, dtype=torch.bool, device=key.device).tril()
         is_causal = False
     pre, post = module.stages(query, keys, key.shape[2])
     mask = _joined_mask(attention_mask, position_bias, is_causal, key.shape[2])
-    width, padded = value.shape[3], max(query.shape[3], value.shape[3])
+    padded = max(width, value.shape[3])
     composed = pre is not None or post is not None
-    name = module.choices.implementation or choose_implementation(None, query, mask, NO_TABLES, composed=composed)
+    name = module.implementation or choose_implementation(None, query, mask, NO_TABLES, composed=composed)
     output, maps = attention_function_of(name)(
         module,
         *(F.pad(states, (0, padded - states.shape[3])) for states in (query, key, value)),
         mask,
-        scaling=query.shape[3] ** -0.5 if scaling is None else scaling,
+        scaling=width**-0.5 if scaling is None else scaling,
         is_causal=is_causal,
         **({"pre": pre, "post": post} if composed else {}),
     )
-    return output[..., :width], maps
+    return output[..., : value.shape[3]], maps
 
 
 def check_masks(implementation: str | None) -> None:

@@ -535,10 +535,14 @@ def test_dropout_that_was_switched_off_stays_off() -> None:
     torch.testing.assert_close(attend(model).logits, attend(model).logits, atol=0, rtol=0)
 
 
-def test_eager_makes_the_maps() -> None:
+@pytest.mark.parametrize("options", [{"implementation": "eager"}, {}], ids=["of the heads", "of the model"])
+def test_eager_makes_the_maps(options: dict[str, Any]) -> None:
     model = llama()
-    compose_heads_of(model, implementation="eager")
-    seen: list[Tensor] = []
-    model.model.layers[0].self_attn.register_forward_hook(lambda module, given, output: seen.append(output[1]))
-    attend(model)
-    assert seen[0].shape == (2, 4, 11, 11)
+    compose_heads_of(model, **options)
+    strengthen(model)
+    expected = attend(model).logits
+    model.set_attn_implementation("eager")
+    output = model(IDS, attention_mask=MASK, output_attentions=True)
+    torch.testing.assert_close(real(output.logits), real(expected), atol=1e-5, rtol=0)
+    assert [maps.shape for maps in output.attentions] == [(2, 4, 11, 11)] * 2
+    assert output.attentions[0].min() < 0  # composed, as probabilities alone are not
