@@ -435,6 +435,8 @@ def test_what_would_be_wrong_in_silence_is_refused_when_it_is_called(name: str) 
     fields, options, message = UNFIT_CALLS[name]
     if name not in transformers.CONFIG_MAPPING:
         pytest.skip(f"this version of Transformers has no {name}")
+    if name == "hrm_text" and version.parse(transformers.__version__).release < (5, 23):
+        pytest.skip("its configuration takes no implementation for the model alone before transformers 5.23")
     model = AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **fields)).eval()
     compose_heads_of(model)
     with pytest.raises(ValueError, match=message):
