@@ -43,6 +43,8 @@ class AttentionOperator(Generic[Inputs, Settings]):
         attend_backward: takes the gradient `[B, T, H, D]` of the output, the log-sum-exp if it is kept, both tuples,
             and those names of `on_demand` whose gradients are needed. Returns gradients by the names of the inputs, in
             their shapes and in any dtype.
+        reference: takes both tuples and attends with PyTorch's operators, to all keys, and with tables only where they
+            are multiplied. PyTorch's `FlopCounterMode` counts its products for the operators, into which it cannot see.
         differentiable: the inputs that have gradients, if they are not None.
         on_demand: those of them whose gradients `attend_backward` computes only if they are needed.
         keeps_lse: whether `attend` returns the log-sum-exp.
