@@ -86,12 +86,12 @@ def _code_of_composed(plain: dict[str, type]) -> Code:
         package=PACKAGE,
         version=__version__,
         plain=cls.__name__,
-        name=composed_name(cls),
+        name=composed_name(cls.__name__),
         composed=with_composed_heads.__name__,
         defined_in=flat_name(with_composed_heads.__module__),
     )
     files = {**flat_code([with_composed_heads]), f"{COMPOSED_MODULE}.py": source}
-    return Code(files, {auto: f"{COMPOSED_MODULE}.{composed_name(cls)}" for auto in plain})
+    return Code(files, {auto: f"{COMPOSED_MODULE}.{composed_name(cls.__name__)}" for auto in plain})
 
 
 def plain_classes(config: PreTrainedConfig) -> dict[str, type]:
@@ -105,7 +105,7 @@ def plain_classes(config: PreTrainedConfig) -> dict[str, type]:
     return {
         auto: cls
         for auto, cls in _auto_classes(type(config))
-        if root_of(cls) == "transformers" and composed_name(cls) == wanted
+        if root_of(cls) == "transformers" and composed_name(cls.__name__) == wanted
     }
 
 

@@ -1,11 +1,10 @@
 """The heads of decoders, mixed in front of a family's `PreTrainedModel`."""
 
 from collections.abc import Callable
-from inspect import signature
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import (
@@ -19,18 +18,11 @@ from transformers.utils import can_return_tuple
 
 from ..caches.names import cache_in, named_cache, takes_either_name
 from ..ops.chunked_loss import chunked_causal_loss
-from ..serving.requirements import (
-    check_paged_cache,
-    check_prompts,
-    check_request,
-    check_transformers,
-    new_token_limit,
-    with_defaults_of,
-)
+from ..serving.batched_generation import BatchedGeneration
 from .classification import check_skip_logits, check_token_labels
 
 
-class CausalLMHead:
+class CausalLMHead(BatchedGeneration):
     """Language modeling: `class XForCausalLM(CausalLMHead, XPreTrainedModel, GenerationMixin)`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -42,7 +34,6 @@ class CausalLMHead:
     config: Any
     loss_function: Callable[..., Tensor]
     post_init: Callable[[], None]
-    attends_to_paged_cache: bool
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Adds the class to Transformers' names of causal models.
@@ -58,56 +49,6 @@ class CausalLMHead:
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=getattr(config, "lm_head_bias", False))
         self.post_init()
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """As in Transformers, whose `generate_batch` and server also call it.
-
-        Raises:
-            ValueError: the model needs more of earlier tokens than a paged cache keeps, or serving does not support
-                the settings.
-            ImportError: this version of Transformers does not serve models with composed heads.
-        """
-        check_paged_cache(self)
-        if not self.attends_to_paged_cache:
-            return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
-        check_transformers()
-        # Imported only here, because it builds on parts of Transformers that differ between versions.
-        from ..serving.continuous_batching import start_batching
-
-        return start_batching(self, *args, **kwargs)  # type: ignore[arg-type]
-
-    def generate_batch(
-        self,
-        inputs: list[list[int]],
-        generation_config: GenerationConfig | None = None,
-        *args: Any,
-        max_new_tokens: int | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """As in Transformers, but raises an error for requests that cannot be served, which Transformers would drop.
-
-        Without a `generation_config` it is that of a persistent manager that is kept, if there is one.
-
-        Raises:
-            TypeError: `inputs` is no list of prompts.
-            ValueError: a request cannot be served, see `check_request` and `new_token_limit`; or a keyword is one of
-                `generate`, which Transformers' method takes and ignores.
-        """
-        if self.attends_to_paged_cache:
-            known = signature(super().generate_batch).parameters  # type: ignore[misc]
-            if ignored := sorted(kwargs.keys() - known):
-                raise ValueError(
-                    f"generate_batch would ignore {ignored}; set fields of a GenerationConfig, or use generate()"
-                )
-            check_prompts(inputs)
-            kept = getattr(self, "_cached_continuous_batching_manager", None)
-            generation_config = with_defaults_of(self, generation_config or getattr(kept, "generation_config", None))
-            for input_ids in inputs:
-                limit = new_token_limit(generation_config, len(input_ids)) if max_new_tokens is None else max_new_tokens
-                check_request(self.config, input_ids, limit)
-        return super().generate_batch(  # type: ignore[misc]
-            inputs, generation_config, *args, max_new_tokens=max_new_tokens, **kwargs
-        )
 
     def _assisted_decoding(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As in Transformers, whose first pass reads all of `input_ids` `[1, T]`, also tokens that are cached already.

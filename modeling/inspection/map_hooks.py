@@ -1,6 +1,5 @@
 """Named modules in the attention layers of a model, where tools can read and change the maps of all heads."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,11 +23,9 @@ class MapHooks(nn.Module):
         """Passes maps `[B, H, T, S]` through the module `name`, whose hooks may read or replace them."""
         return self.get_submodule(name)(maps)
 
-    def attend(self, *args: Any, paged: Any = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def attend(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """The reference implementation, whose maps pass through these hooks; arguments as in `attention_function`."""
-        if paged is not None:  # a serving engine's rows are then not read in place, where no maps would be made
-            paged = replace(paged, implementation="eager")
-        return attention_function(partial(dcmha_eager, hook=self))(*args, paged=paged, **kwargs)
+        return attention_function(partial(dcmha_eager, hook=self))(*args, **kwargs)
 
 
 def add_map_hooks(model: PreTrainedModel) -> None:

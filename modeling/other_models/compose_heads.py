@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from ...configuration.multihead_config import MultiheadConfig
 from ...configuration.portable_config import PortableConfig
 from ..layers.head_composition import DynamicComposition, init_composition
+from ..serving.batched_generation import BatchedGeneration
 from .adapters import ADAPTERS, adapter_of, plan_composition
 from .multihead_attention import ComposedMultiheadAttention
 from .side_generators import SideGenerators
@@ -123,9 +124,11 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
     """
     if not isinstance(names := options.get("names"), str | None):
         options["names"] = list(names)  # for several models, and for the configuration's file
+    served = (BatchedGeneration,) if issubclass(model_class, GenerationMixin) else ()
 
-    class Composed(model_class):  # type: ignore[misc, valid-type]
+    class Composed(*served, model_class):  # type: ignore[misc, valid-type]
         _auto_class = None  # code that came with `model_class` has no composed heads
+        supports_paged_cache = attends_to_paged_cache = True
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             chosen = _chosen_options(options, getattr(config, "composed_heads", None))
@@ -144,7 +147,7 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
             """As in Transformers; with an `auto_map`, the code that it names is written, too."""
             writer = PortableConfig.code_writer
             if writer is not None and is_main_process and getattr(self.config, "auto_map", None):
-                self.config.architectures = [composed_name(model_class)]
+                self.config.architectures = [composed_name(model_class.__name__)]
                 writer(self.config, Path(save_directory))
             super().save_pretrained(save_directory, is_main_process, **kwargs)
 
@@ -155,7 +158,7 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
                 if isinstance(module, DynamicComposition):
                     init_composition(module, scale=0.0)
 
-    Composed.__name__ = Composed.__qualname__ = composed_name(model_class)
+    Composed.__name__ = Composed.__qualname__ = composed_name(model_class.__name__)
     Composed.__doc__ = f"A `{model_class.__name__}` with composed heads."
     return Composed
 
@@ -180,9 +183,9 @@ def _chosen_options(given: dict[str, Any], kept: Any) -> dict[str, Any]:
     return {**kept, **given}
 
 
-def composed_name(model_class: type) -> str:
-    """The name of the class that `with_composed_heads` makes of `model_class`."""
-    return f"Composed{model_class.__name__}"
+def composed_name(plain: str) -> str:
+    """The name of the class that `with_composed_heads` makes of one called `plain`."""
+    return f"Composed{plain}"
 
 
 def composing_class(auto_class: Any, config: Any) -> Any:
@@ -194,7 +197,7 @@ def composing_class(auto_class: Any, config: Any) -> Any:
         return auto_class
     known = auto_class._model_mapping[type(config)]
     classes = known if isinstance(known, tuple | list) else [known]
-    named = [one for one in classes if composed_name(one) in (config.architectures or ())]
+    named = [one for one in classes if composed_name(one.__name__) in (config.architectures or ())]
     return with_composed_heads([*named, *classes][0])
 
 

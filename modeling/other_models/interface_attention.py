@@ -25,6 +25,7 @@ from ..ops.dcmha.attention import choose_implementation
 from ..ops.dcmha.composition import Composition
 from ..ops.distance_tables import NO_TABLES
 from ..ops.masking import four_dimensional
+from ..serving.paged_attention import SERVED
 from .side_generators import SideGenerators
 
 # The name of the attention function in the configurations of composed modules. Other copies of this code, which came
@@ -228,8 +229,13 @@ def attend_with_composed_heads(
     """
     if not isinstance(module, ComposedInterfaceAttention):
         raise ValueError(f"attn_implementation={NAME!r} is for modules that compose_heads_of(model) has changed")
+    paged = SERVED.paged
+    if paged is not None:
+        attention_mask = None  # `paged` knows what each token sees
     _refuse_options(module, options, dropout, attention_mask)
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if paged is not None and (position_bias is not None or not is_causal):
+        raise ValueError("a paged cache serves no position bias, and no attention to later tokens; use generate()")
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1 and not module.has_complete_masks
     (queries, width), keys = query.shape[2:], key.shape[2]
     # SDPA puts the first query at the first key, and the ops the last query at the last key.
@@ -242,6 +248,7 @@ def attend_with_composed_heads(
     mask = _joined_mask(attention_mask, position_bias, is_causal, key.shape[2])
     padded = max(width, value.shape[3])
     composed = pre is not None or post is not None
+    served = {} if paged is None else {"paged": paged, "sliding_window": options.get("sliding_window")}
     name = module.implementation or choose_implementation(None, query, mask, NO_TABLES, composed=composed)
     output, maps = attention_function_of(name)(
         module,
@@ -250,6 +257,7 @@ def attend_with_composed_heads(
         scaling=width**-0.5 if scaling is None else scaling,
         is_causal=is_causal,
         **({"pre": pre, "post": post} if composed else {}),
+        **served,
     )
     return output[..., : value.shape[3]], maps
 

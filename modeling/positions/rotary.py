@@ -152,10 +152,17 @@ def rotates_layer(config: Any, layer: int) -> bool:
     return rotates is None or bool(rotates[layer])
 
 
+def rope_types(config: Any) -> list[str | None]:
+    """The `rope_type` of each layer type of a decoder that rotates; of a model of Transformers, all that it has."""
+    if hasattr(config, "rope_of"):
+        return [config.rope_of(layer_type).get("rope_type") for layer_type in rotating_types(config)]
+    parameters = getattr(config, "rope_parameters", None) or {}  # of all layers, or of each layer type
+    return [each.get("rope_type") for each in (parameters, *parameters.values()) if isinstance(each, dict)]
+
+
 def batch_dependent_rope(config: Any) -> str | None:
     """The first `rope_type` of a decoder whose angles depend on the longest row of a batch; None if none does."""
-    used = [config.rope_of(layer_type).get("rope_type") for layer_type in rotating_types(config)]
-    return next((rope_type for rope_type in used if rope_type in BATCH_DEPENDENT), None)
+    return next((rope_type for rope_type in rope_types(config) if rope_type in BATCH_DEPENDENT), None)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

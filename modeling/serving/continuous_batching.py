@@ -25,7 +25,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import WorkloadHints, get_device_and_memory_breakdown
 
 from .paged_attention import LayerRows, PagedAttention, RequestRows, Span
-from .paged_rows import row_layout
+from .paged_rows import RowLayout
 from .requirements import (
     check_joins,
     check_model,
@@ -35,14 +35,15 @@ from .requirements import (
     room_for_answer,
     with_defaults_of,
 )
+from .served_layers import run_on_pages, served_layers
 
 
 class ServedModel:
     """A model as Transformers' continuous batching sees it; all other attributes are the model's."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.layout = model, row_layout(model.config)
-        self.config = row_config(model.config)
+        self.model, self.layers = model, served_layers(model)
+        self.config = row_config(model.config.get_text_config(decoder=True), self.layers.layout)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -56,39 +57,33 @@ class ServedModel:
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        logits_to_keep: Tensor,
         cache: PagedAttentionCache,
         read_index: list[Tensor],
         write_index: list[Tensor],
         cu_seq_lens_q: Tensor,
         cu_seq_lens_k: dict[str, Tensor],
+        logits_to_keep: Tensor | None = None,
         **_: Any,
     ) -> Any:
         """Runs the model on a batch of requests, which is one row of `T` tokens.
 
         Args:
             input_ids, position_ids: `[1, T]`.
-            logits_to_keep: indices of the tokens whose logits are wanted.
             read_index: for each layer type, the numbers of the rows that the requests attend to, one request after the
                 other; empty if no request has earlier tokens.
             write_index: for each layer type, the numbers of the rows for the new tokens.
             cu_seq_lens_q, cu_seq_lens_k: where the requests start in the batch, and in each `read_index`.
+            logits_to_keep: indices of the tokens whose logits are wanted; None for a model that always gives all.
         """
         starts = cu_seq_lens_q.tolist()
         requests = {
             name: find_requests(allocator, starts, cu_seq_lens_k[name].tolist(), read_index, write_index)
             for name, allocator in cache.cache_allocators.items()
         }
-        return self.model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention_mask=dict.fromkeys(requests),  # `paged` knows what each token sees
-            use_cache=False,
-            logits_to_keep=logits_to_keep,
-            paged=PagedAttention(
-                self.layout, functools.partial(rows_of_layer, cache, requests), self.model.config._attn_implementation
-            ),
-        )
+        rows = functools.partial(rows_of_layer, cache, requests)
+        paged = PagedAttention(self.layers.layout, rows)
+        kept = {} if logits_to_keep is None else {"logits_to_keep": logits_to_keep}
+        return run_on_pages(self.model, paged, input_ids=input_ids, position_ids=position_ids, **kept)
 
 
 class ComposedBatchingManager(ContinuousBatchingManager):
@@ -215,7 +210,7 @@ def start_batching(
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: WorkloadHints | None = None,
 ) -> ComposedBatchingManager:
-    """`model.init_continuous_batching` for a model of any DCMHA family. Starting the manager starts the generation.
+    """`model.init_continuous_batching` for a model with composed heads. Starting the manager starts the generation.
 
     As in `generate`, fields that `generation_config` leaves unset come from `model.generation_config`. A persistent
     manager that is still kept has the settings of its first call; a later call may give the same settings, or none.
@@ -224,41 +219,41 @@ def start_batching(
         ValueError: serving does not support the model or the settings, see `check_model` and `check_settings`, or the
             kept manager has other ones; or the cache has no room for the longest request of `workload_hints`.
     """
-    hints = workload_hints or WorkloadHints()
+    hints, config = workload_hints or WorkloadHints(), model.config.get_text_config(decoder=True)
     is_given = generation_config is not None
     generation_config = with_defaults_of(model, generation_config)
     kept = getattr(model, "_cached_continuous_batching_manager", None)
     if isinstance(kept, ComposedBatchingManager):
         if is_given:
-            check_settings(model.config.vocab_size, generation_config, kept.continuous_batching_config)
+            check_settings(config.vocab_size, generation_config, kept.continuous_batching_config)
             check_joins(kept.generation_config, generation_config)
         kept.check_announced(hints)
         return kept
     if generation_config.eos_token_id is None:
         generation_config.eos_token_id = -1  # what Transformers takes for "none"
     settings = continuous_batching_config or ContinuousBatchingConfig()
-    check_model(model.config)
-    check_settings(model.config.vocab_size, generation_config, settings)
+    check_model(config)
+    check_settings(config.vocab_size, generation_config, settings)
     served: Any = ServedModel(model)
-    manager = ComposedBatchingManager(served, generation_config, with_sizes(model, settings, hints), hints)
+    manager = ComposedBatchingManager(served, generation_config, with_sizes(served, settings, hints), hints)
     manager.check_announced(hints)
     return manager
 
 
-def row_config(config: PreTrainedConfig) -> PreTrainedConfig:
+def row_config(config: PreTrainedConfig, layout: RowLayout) -> PreTrainedConfig:
     """A copy of a model's configuration for Transformers' cache: the width of rows in place of the width of heads.
 
     Transformers reserves memory for complete masks and repeated keys unless the implementation is called
     FlashAttention. `PagedAttention` needs neither, because it reads rows by itself, so it is given that name.
     """
     seen = copy.copy(config)
-    seen.head_dim = row_layout(config).width
+    seen.head_dim, seen.num_key_value_heads = layout.width, layout.kv_heads
     seen._attn_implementation = "flash_attention_2"
     return seen
 
 
 def with_sizes(
-    model: PreTrainedModel, settings: ContinuousBatchingConfig, hints: WorkloadHints
+    served: ServedModel, settings: ContinuousBatchingConfig, hints: WorkloadHints
 ) -> ContinuousBatchingConfig:
     """A copy of the settings without options that only FlashAttention supports, and on a CPU with a size of the cache.
 
@@ -268,15 +263,15 @@ def with_sizes(
     """
     settings = copy.copy(settings)
     settings.use_cuda_graph, settings.use_async_batching, settings.max_blocks_per_request = False, False, 0
-    if settings.num_blocks is None and settings.max_memory_percent is None and model.device.type == "cpu":
+    if settings.num_blocks is None and settings.max_memory_percent is None and served.device.type == "cpu":
         requests = min(hints.num_requests or 64, settings.max_requests_per_batch or 1024)
         answer = hints.max_generated_length  # 0 if not announced, as without `max_new_tokens`
-        tokens = hints.max_prompt_length + answer if answer else model.config.max_position_embeddings
+        tokens = hints.max_prompt_length + answer if answer else served.config.max_position_embeddings
         pages = 2 * requests * (1 + tokens // settings.page_size)
-        layout = row_layout(model.config)
-        page_bytes = 2 * settings.page_size * layout.kv_heads * layout.width * model.dtype.itemsize
+        layout = served.layers.layout
+        page_bytes = 2 * settings.page_size * layout.kv_heads * layout.width * served.dtype.itemsize
         _, total, _, allocated = get_device_and_memory_breakdown()
-        if pages * model.config.num_hidden_layers * page_bytes < (total - allocated) / 4:
+        if pages * served.config.num_hidden_layers * page_bytes < (total - allocated) / 4:
             settings.num_blocks = pages
     return settings
 

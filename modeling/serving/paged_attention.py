@@ -5,7 +5,9 @@ token are decoded in one call. The others are chunks of prompts; for each of the
 attention is called as usual.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,15 +16,17 @@ import torch
 from torch import Tensor
 
 from ..ops.dcmha.attention import Attention
+from ..ops.dcmha.chunked.attention import dcmha_chunked
 from ..ops.dcmha.chunked.paged_decode_native import attend_to_pages
 from ..ops.dcmha.composition import Composition
 from ..ops.dcmha.pages import Pages, without_keys
+from ..ops.dcmha.triton.attention import dcmha_triton
 from ..ops.dcmha.triton.paged_decode import decode_pages
 from ..ops.distance_tables import NO_TABLES, DistanceTables
 from .paged_rows import RowLayout
 
 # The implementations whose decoding reads rows in place; for others the rows are gathered.
-PAGED_DECODING = {"chunked": attend_to_pages, "triton": decode_pages}
+PAGED_DECODING: dict[Attention, Any] = {dcmha_chunked: attend_to_pages, dcmha_triton: decode_pages}
 
 
 class Span(NamedTuple):
@@ -112,7 +116,6 @@ class PagedAttention:
 
     layout: RowLayout
     layer_rows: Callable[[int], LayerRows]
-    implementation: str
 
     def key_count(self, layer: int) -> int:
         """The most keys that any of the requests attends to in a layer, new ones included."""
@@ -139,7 +142,7 @@ class PagedAttention:
             query: `[1, H, T, D]`.
             key, value: `[1, H_kv, T, D]`.
             pre, post: the composition of both stages, with the factors of the `T` tokens on both sides.
-            attend: the implementation of attention, for chunks, and for steps where none of `PAGED_DECODING` serves.
+            attend: the implementation of attention, for chunks, and for steps that `PAGED_DECODING` has no other for.
             tables: by distance, with a row for each of `key_count` keys.
 
         Raises:
@@ -199,7 +202,7 @@ class PagedAttention:
         **options: Any,
     ) -> Tensor:
         """The output `[N, 1, H, D]` of queries `[N, H, 1, D]`, which see all rows of their requests."""
-        read = PAGED_DECODING.get(self.implementation)
+        read = PAGED_DECODING.get(attend)
         if read is not None:
             pages = Pages(rows.key, rows.value, rows.requests.step_table, *rows.requests.step_bounds)
             pre, post = (without_keys(stage) for stage in stages)
@@ -218,3 +221,22 @@ class PagedAttention:
 def tokens_as_items(stage: Composition, places: Tensor) -> Composition:
     """The factors `[1, T, ...]` of the tokens at `places` `[N]`, as factors `[N, 1, ...]` of `N` items of one token."""
     return stage.map(lambda factor: factor if factor.ndim == 2 else factor[0, places][:, None])
+
+
+class Served(threading.local):
+    """What serves a thread: other threads may call the same model meanwhile, with a cache of its own."""
+
+    paged: Any = None  # a `PagedAttention`
+
+
+SERVED = Served()
+
+
+@contextmanager
+def attending_to_pages(paged: Any) -> Iterator[None]:
+    """Lets attention that takes no argument `paged` attend by a `PagedAttention`, in this thread."""
+    before, SERVED.paged = SERVED.paged, paged
+    try:
+        yield
+    finally:
+        SERVED.paged = before

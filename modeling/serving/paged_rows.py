@@ -6,18 +6,19 @@ allocate, share and move. Rows that are wider than `D` need no change in an engi
 `[terms, H]` of the token: of the stage `pre` in rows of keys, of the stage `post` in rows of values.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..ops.dcmha.attention import Attention
 from ..ops.dcmha.composition import Composition, pack_side, unpack_factors
+from ..ops.dcmha.triton.attention import dcmha_triton
 
-# The width of rows is a multiple of this number, by implementation: Triton's kernels load several channels at once only
-# if they know that every row begins at a multiple of 16.
-ALIGNMENT = {"triton": 16}
+# The width of rows is a multiple of this number, by implementation of attention: Triton's kernels load several channels
+# at once only if they know that every row begins at a multiple of 16.
+ALIGNMENT: dict[Attention, int] = {dcmha_triton: 16}
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,3 @@ class RowLayout:
             return states, stage
         terms = channels.reshape(*rows.shape[:-2], self.terms, self.heads)
         return states, unpack_factors({"query": pack_side(stage, "query"), "key": terms}, stage.static, stage.groups)
-
-
-def row_layout(config: Any) -> RowLayout:
-    """Returns the layout of the rows of a model of any DCMHA family, from its `ComposedConfig`."""
-    terms = 2 * config.compose_rank * config.compose_low_rank + config.compose_gate if config.composes_keys else 0
-    layout = RowLayout(config.num_attention_heads, config.num_key_value_heads, config.head_dim, terms)
-    return replace(layout, padding=-layout.width % ALIGNMENT.get(config._attn_implementation, 1))

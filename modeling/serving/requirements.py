@@ -10,7 +10,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from ..positions.rotary import rotating_types
+from ..positions.rotary import rope_types
 
 # The versions of Transformers whose continuous batching this package supports: from the first up to before the second.
 TRANSFORMERS = ("5.23", "5.25")
@@ -94,12 +94,12 @@ def check_paged_cache(model: Any, *, raw: bool = False) -> None:
 
 def check_model(config: Any) -> None:
     """Raises ValueError if rows do not hold all that positions need, or rotary angles depend on the other requests."""
-    if "carope" in config.schemes:
+    if "carope" in getattr(config, "schemes", ()):
         raise ValueError(
             f"position_scheme={config.position_scheme!r} needs more of earlier tokens than a paged cache keeps, their "
             "phases; use generate() with a batch padded on the left"
         )
-    if "longrope" in [config.rope_of(layer_type).get("rope_type") for layer_type in rotating_types(config)]:
+    if "longrope" in rope_types(config):
         raise ValueError(
             "rope_type 'longrope' rotates all tokens of a batch by angles that depend on its longest request, so that "
             "requests would change each other; use generate() with one of them at a time"

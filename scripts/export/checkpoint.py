@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from dynattn.families import FAMILIES
 from dynattn.modeling.other_models.compose_heads import composing_class
-from dynattn.modeling.positions.rotary import BATCH_DEPENDENT, batch_dependent_rope
+from dynattn.modeling.positions.rotary import batch_dependent_rope
 
 from ..common.checkpoint_files import read_config
 from ..common.checkpoint_loading import check_loaded
@@ -62,13 +62,7 @@ def refuse_segments(memory_type: object, folder: Path) -> None:
 
 def refuse_batch_dependent_rope(config: Any, folder: Path) -> None:
     """Raises UserError for rotary angles that depend on the longest row: no graph holds the choice between them."""
-    if hasattr(config, "rope_of"):
-        rope_type = batch_dependent_rope(config)
-    else:  # of Transformers, which keeps one set of parameters, or one for each layer type
-        parameters = getattr(config, "rope_parameters", None) or {}
-        sets = (parameters, *(each for each in parameters.values() if isinstance(each, dict)))
-        rope_type = next((each["rope_type"] for each in sets if each.get("rope_type") in BATCH_DEPENDENT), None)
-    if rope_type is not None:
+    if rope_type := batch_dependent_rope(config):
         raise UserError(
             f"{folder} has rope_type {rope_type!r}, which chooses other angles for longer texts, and a graph cannot; "
             "export a model with another rope_type, such as yarn or linear"

@@ -29,7 +29,6 @@ from transformers.utils.logging import log_levels
 
 from dynattn.modeling.layers.attention_interface import registered_implementations
 from dynattn.modeling.other_models.compose_heads import composed_name, with_composed_heads
-from dynattn.modeling.other_models.interface_attention import ComposedInterfaceAttention
 from dynattn.modeling.serving.continuous_batching import ComposedBatchingManager
 from dynattn.modeling.serving.requirements import (
     check_joins,
@@ -192,7 +191,7 @@ def show_composed_model_to_server(manager: ModelManager, name: str) -> None:
     for plain in plain_classes(config).values():
         if config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
             raise ValueError(f"{name} also reads pictures or sound; with composed heads only models of text are served")
-        setattr(transformers, composed_name(plain), with_composed_heads(plain))
+        setattr(transformers, composed_name(plain.__name__), with_composed_heads(plain))
 
 
 def build_telling_server(ends: ExitStack, *args: Any, **kwargs: Any) -> FastAPI:
@@ -257,21 +256,15 @@ def check_and_start_batching(engine: Any, model: Any, generation_config: Any) ->
     hold for itself alone: a request that sets none of its own has the model's.
 
     Raises:
-        ValueError: a request asks for something that is not served, or for other settings than the first one; or
-            Transformers' own manager would serve a model that composes by keys, whose factors it does not keep.
+        ValueError: a request asks for something that is not served, or for other settings than the first one.
     """
-    if any(isinstance(module, ComposedInterfaceAttention) and module.composes_keys for module in model.modules()):
-        raise ValueError(
-            "continuous batching keeps no composition factors of keys in models of Transformers; start the server "
-            "without --continuous-batching, or serve a model with compose_key_wise=False"
-        )
     start_batching(engine, model, generation_config)
     manager = engine._cb
     if isinstance(manager, ComposedBatchingManager):  # and not for a model of Transformers
         for name in ("max_new_tokens", "max_length"):
             setattr(manager.generation_config, name, getattr(model.generation_config, name))
         asked = with_defaults_of(model, generation_config)
-        check_settings(model.config.vocab_size, asked, manager.continuous_batching_config)
+        check_settings(manager.model.config.vocab_size, asked, manager.continuous_batching_config)
         check_joins(manager.generation_config, asked)
 
 

@@ -1,16 +1,19 @@
 """Causal models with composed heads as vLLM runs them: our modules and weights, vLLM's scheduler and paged cache."""
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
+from transformers.modeling_outputs import BaseModelOutput
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
+from ...other_models.compose_heads import composing_class
 from ..paged_attention import LayerRows, PagedAttention
-from ..paged_rows import row_layout
+from ..served_layers import run_on_pages, served_layers
 from .backend import ComposedPages
 
 
@@ -19,20 +22,24 @@ class ComposedForCausalLM(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
         implementation = "triton" if vllm_config.device_config.device_type == "cuda" else "chunked"
-        with no_init_weights():
-            self.decoder: Any = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=implementation
-            )
-        self.decoder.tie_weights()  # which Transformers does along with drawing initial weights
-        layout = row_layout(self.decoder.config)
-        windows = (layer.self_attn.sliding_window for layer in self.decoder.model.layers)
+        self.decoder: Any = self.make_decoder(vllm_config.model_config, implementation)
+        layers = served_layers(self.decoder)
         self.pages = nn.ModuleList(
-            ComposedPages(layout, window, maybe_prefix(prefix, f"pages.{index}"), vllm_config)
-            for index, window in enumerate(windows)
+            ComposedPages(layers.layout, window, maybe_prefix(prefix, f"pages.{index}"), vllm_config)
+            for index, window in enumerate(layers.windows)
         )
-        self.paged = PagedAttention(layout, self._rows_of_layer, implementation)
+        self.paged = PagedAttention(layers.layout, self._rows_of_layer)
+
+    @staticmethod
+    def make_decoder(options: Any, implementation: str) -> Any:
+        """The model, whose weights vLLM loads; `options` is vLLM's `ModelConfig`."""
+        with no_init_weights():
+            decoder = AutoModelForCausalLM.from_config(
+                options.hf_config, dtype=options.dtype, attn_implementation=implementation
+            )
+        decoder.tie_weights()  # which Transformers does along with drawing initial weights
+        return decoder
 
     def _rows_of_layer(self, index: int) -> LayerRows:
         pages: Any = self.pages[index]
@@ -55,14 +62,9 @@ class ComposedForCausalLM(nn.Module):
             input_ids: `[T]`; or `inputs_embeds` `[T, E]`.
             positions: `[T]`, of each token in its own request.
         """
-        outputs = self.decoder.model(
-            input_ids=input_ids[None] if inputs_embeds is None else None,
-            inputs_embeds=None if inputs_embeds is None else inputs_embeds[None],
-            position_ids=positions[None],
-            attention_mask=dict.fromkeys(self.decoder.config.layer_types),  # `paged` knows what each token sees
-            use_cache=False,
-            paged=self.paged,
-        )
+        tokens = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
+        tokens = {name: tensor[None] for name, tensor in tokens.items()}
+        outputs = run_on_pages(self.decoder.base_model, self.paged, position_ids=positions[None], **tokens)
         return outputs.last_hidden_state[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
@@ -72,3 +74,44 @@ class ComposedForCausalLM(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Loads the tensors of a checkpoint, and returns the names of the parameters that got one."""
         return AutoWeightsLoader(self).load_weights(weights, mapper=WeightsMapper(orig_to_new_prefix={"": "decoder."}))
+
+
+class ComposedInPlaceForCausalLM(ComposedForCausalLM):
+    """A causal model of Transformers whose heads `with_composed_heads` composes."""
+
+    @staticmethod
+    def make_decoder(options: Any, implementation: str) -> Any:
+        """The model with its weights: many checkpoints have other tensors than modules, which Transformers converts."""
+        model_class = composing_class(AutoModelForCausalLM, options.hf_config)
+        return model_class.from_pretrained(
+            options.model, revision=options.revision, config=options.hf_config, dtype=options.dtype
+        ).eval()
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits `[T, V]` of hidden states `[T, E]`, which some models scale, bound or normalize besides."""
+        head = copy.copy(self.decoder)
+        head._modules = {**head._modules, head.base_model_prefix: GivenStates(hidden_states[None])}
+        return head().logits[0]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Returns the names of all parameters, which have their weights already."""
+        return {name for name, _ in self.named_parameters()}
+
+
+class HiddenStates(BaseModelOutput):
+    """The output of a model, in which all other fields that its head may read are None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class GivenStates(nn.Module):
+    """Takes the place of a model under its head."""
+
+    def __init__(self, hidden_states: Tensor) -> None:
+        super().__init__()
+        self.hidden_states = hidden_states  # [1, T, E]
+
+    def forward(self, *_: Any, **__: Any) -> HiddenStates:
+        """The hidden states, whatever the head passes on."""
+        return HiddenStates(last_hidden_state=self.hidden_states)

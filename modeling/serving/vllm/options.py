@@ -23,7 +23,7 @@ class ComposedOptions(VerifyAndUpdateConfig):
             ValueError: an option is not supported.
         """
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
-        check_model(model.hf_config)
+        check_model(model.hf_text_config)
         _check_drafts(vllm_config.speculative_config)
         if model.runner_type != "generate":
             raise ValueError(
@@ -73,7 +73,7 @@ def _limit_length(model: Any) -> None:
     Raises:
         ValueError: the user asked for more.
     """
-    limit = model.hf_config.max_position_embeddings
+    limit = model.hf_text_config.max_position_embeddings
     asked = model.original_max_model_len or 0
     if asked > limit:
         raise ValueError(

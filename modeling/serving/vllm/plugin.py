@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Makes vLLM know the causal models of all families with composed heads, and their attention backend.
+    """Makes vLLM know the causal models of all families and of Transformers with composed heads, and their backend.
 
     With another version of vLLM it only warns. vLLM then falls back to its support for models of Transformers, which
     runs plain models; models with composed heads refuse it.
@@ -29,17 +29,24 @@ def register() -> None:
 
 def _register_models() -> None:
     """Registers the attention backend, and the model class and option checks of every composed causal model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from dynattn.families import FAMILIES
+    from dynattn.modeling.other_models.compose_heads import composed_name
 
     from .options import ComposedOptions
 
     register_backend(AttentionBackendEnum.CUSTOM, f"{SERVING}.backend.ComposedBackend")
-    for family in FAMILIES.values():
-        architecture = family.model_names.get("AutoModelForCausalLM")
-        if family.attention == "dcmha" and architecture is not None:
-            ModelRegistry.register_model(architecture, f"{SERVING}.model:ComposedForCausalLM")
+    families = [family for family in FAMILIES.values() if family.attention == "dcmha"]
+    known = {family.model_names.get("AutoModelForCausalLM"): "ComposedForCausalLM" for family in families}
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        known |= dict.fromkeys(
+            map(composed_name, [name] if isinstance(name, str) else name), "ComposedInPlaceForCausalLM"
+        )
+    for architecture, model_class in known.items():
+        if architecture is not None:
+            ModelRegistry.register_model(architecture, f"{SERVING}.model:{model_class}")
             MODELS_CONFIG_MAP[architecture] = ComposedOptions

@@ -21,10 +21,10 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCausalLM
+from dynattn.modeling.ops.dcmha.chunked.attention import dcmha_chunked
 from dynattn.modeling.serving import continuous_batching, paged_attention, requirements
-from dynattn.modeling.serving.continuous_batching import ComposedBatchingManager, find_requests, with_sizes
+from dynattn.modeling.serving.continuous_batching import ComposedBatchingManager, ServedModel, find_requests, with_sizes
 from dynattn.modeling.serving.paged_attention import Span
-from dynattn.modeling.serving.paged_rows import row_layout
 from dynattn.modeling.serving.requirements import SHARED, SHARED_IN_SAMPLING, UNSERVED, check_joins
 
 FULL = {"sliding_window": None, "layer_types": None}
@@ -143,8 +143,8 @@ def test_steps_on_a_cpu_read_rows_in_place(monkeypatch: pytest.MonkeyPatch) -> N
         steps.append(output)
         return output
 
-    paged_attention_op = paged_attention.PAGED_DECODING["chunked"]
-    monkeypatch.setitem(paged_attention.PAGED_DECODING, "chunked", recorded)
+    paged_attention_op = paged_attention.PAGED_DECODING[dcmha_chunked]
+    monkeypatch.setitem(paged_attention.PAGED_DECODING, dcmha_chunked, recorded)
     monkeypatch.setattr(paged_attention.RequestRows, "step_index", property(lambda self: pytest.fail("gathered")))
     monkeypatch.setattr(torch, "index_select", lambda *_: pytest.fail("read back"))
     make_model().generate_batch(random_prompts([5, 9]), GREEDY, ContinuousBatchingConfig(**SETTINGS))
@@ -529,9 +529,9 @@ def test_the_default_cache_has_room_for_the_requests_and_leaves_the_machine_its_
 def test_the_default_cache_has_room_for_twice_what_is_announced() -> None:
     settings = ContinuousBatchingConfig(page_size=8)
     hints = WorkloadHints(num_requests=5, max_prompt_length=20, max_generated_length=11)
-    assert with_sizes(make_model(), settings, hints).num_blocks == 2 * 5 * 4  # 31 tokens take four pages
+    assert with_sizes(ServedModel(make_model()), settings, hints).num_blocks == 2 * 5 * 4  # 31 tokens take four pages
     assert settings.num_blocks is None  # the caller's stay as they are
-    unlimited, longest = WorkloadHints(max_prompt_length=20), make_model(max_position_embeddings=63)
+    unlimited, longest = WorkloadHints(max_prompt_length=20), ServedModel(make_model(max_position_embeddings=63))
     assert with_sizes(longest, settings, unlimited).num_blocks == 2 * 64 * 8
     settings.max_requests_per_batch = 3
     assert with_sizes(longest, settings, unlimited).num_blocks == 2 * 3 * 8
@@ -540,8 +540,11 @@ def test_the_default_cache_has_room_for_twice_what_is_announced() -> None:
 
 
 def test_the_default_cache_takes_less_than_a_quarter_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, hints = make_model().double(), WorkloadHints(num_requests=1, max_prompt_length=8, max_generated_length=7)
-    settings, layout = ContinuousBatchingConfig(page_size=8), row_layout(model.config)
+    model, hints = (
+        ServedModel(make_model().double()),
+        WorkloadHints(num_requests=1, max_prompt_length=8, max_generated_length=7),
+    )
+    settings, layout = ContinuousBatchingConfig(page_size=8), model.layers.layout
     keys_or_values = 4 * 8 * layout.kv_heads * layout.width * 8  # bytes of four pages in float64
     total, allocated = 1000 + 4 * 2 * 3 * keys_or_values, 1000  # three layers
     for more, blocks in ((0, None), (4, 4)):

@@ -9,12 +9,12 @@ from cases.models import SMALL
 from cases.triton_marks import interpreted
 from torch import Tensor
 
-from dynattn import DCFormerConfig
+from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.modeling.layers.head_composition import DynamicComposition
-from dynattn.modeling.ops.dcmha.eager import dcmha_eager
+from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS
 from dynattn.modeling.serving import paged_attention
 from dynattn.modeling.serving.paged_attention import LayerRows, PagedAttention, RequestRows, Span
-from dynattn.modeling.serving.paged_rows import row_layout
+from dynattn.modeling.serving.served_layers import served_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
 LENGTHS = (12, 1, 7)
@@ -24,10 +24,11 @@ def prepare(
     implementation: str, spans: list[Span], table: Tensor, new_rows: Tensor, dtype: torch.dtype = torch.float32
 ) -> Callable[[], Tensor]:
     """Attention of the new tokens of some requests to 30 random rows, into which each call writes the new ones."""
-    torch.manual_seed(4)
     tokens = spans[-1].tokens.stop
     config = DCFormerConfig(**SMALL, attn_implementation=implementation)
-    layout, generator = row_layout(config), DynamicComposition(config)
+    layout = served_layers(DCFormerForCausalLM(config)).layout
+    torch.manual_seed(4)
+    generator = DynamicComposition(config)
     for weight in generator.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     states = [torch.randn(1, heads, tokens, 8).to(dtype) for heads in (6, 3, 3)]
@@ -40,8 +41,9 @@ def prepare(
             pool[new_rows] = states
 
     rows = LayerRows(*pools, write, RequestRows(spans, table, new_rows))
-    paged = PagedAttention(layout, lambda layer: rows, implementation)
-    options: dict[str, Any] = {"scaling": 0.3, "sliding_window": None, "attend": dcmha_eager}
+    paged = PagedAttention(layout, lambda layer: rows)
+    attend = COMPOSING_IMPLEMENTATIONS[implementation]
+    options: dict[str, Any] = {"scaling": 0.3, "sliding_window": None, "attend": attend}
     return torch.no_grad()(lambda: paged.attend(0, *states, *stages, **options))
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from cases.models import SMALL
 
-from dynattn import DCFormerConfig
+from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.modeling.layers.head_composition import DynamicComposition
-from dynattn.modeling.serving.paged_rows import ALIGNMENT, RowLayout, row_layout
+from dynattn.modeling.serving.paged_rows import RowLayout
+from dynattn.modeling.serving.served_layers import served_layers
 
 COMPOSITIONS: dict[str, dict[str, Any]] = {
     "dynamic": {},
@@ -25,12 +26,16 @@ COMPOSITIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def layout_of(config: DCFormerConfig) -> RowLayout:
+    return served_layers(DCFormerForCausalLM(config)).layout
+
+
 @pytest.mark.parametrize("implementation", ["chunked", "triton"])
 @pytest.mark.parametrize("options", COMPOSITIONS.values(), ids=COMPOSITIONS.keys())
 def test_rows_give_back_states_and_key_factors_bit_for_bit(options: dict[str, Any], implementation: str) -> None:
     config = DCFormerConfig(**{**SMALL, **options}, attn_implementation=implementation)
-    layout = row_layout(config)
-    assert layout.width % ALIGNMENT.get(implementation, 1) == 0
+    layout = layout_of(config)
+    assert layout.width % (16 if implementation == "triton" else 1) == 0
     generator = DynamicComposition(config)
     for weight in generator.parameters():
         torch.nn.init.normal_(weight)
@@ -54,7 +59,7 @@ def test_rows_give_back_states_and_key_factors_bit_for_bit(options: dict[str, An
 
 
 def test_a_row_has_the_channels_that_the_factors_take_and_no_more() -> None:
-    assert row_layout(DCFormerConfig(**{**SMALL, "num_key_value_heads": 6})).width == 8 + 5
-    assert row_layout(DCFormerConfig(**SMALL)).width == 8 + 2 * 5
-    assert row_layout(DCFormerConfig(**{**SMALL, "compose_key_wise": False})).width == 8
-    assert row_layout(DCFormerConfig(**SMALL, attn_implementation="triton")) == RowLayout(6, 3, 8, 5, padding=14)
+    assert layout_of(DCFormerConfig(**{**SMALL, "num_key_value_heads": 6})).width == 8 + 5
+    assert layout_of(DCFormerConfig(**SMALL)).width == 8 + 2 * 5
+    assert layout_of(DCFormerConfig(**{**SMALL, "compose_key_wise": False})).width == 8
+    assert layout_of(DCFormerConfig(**SMALL, attn_implementation="triton")) == RowLayout(6, 3, 8, 5, padding=14)

@@ -25,7 +25,14 @@ from cases.processes import free_port
 from cases.serving import make_tokenizer, running_server, save_with_tokenizer
 from cases.vision_models import strengthen
 from packaging.version import Version
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from transformers.cli.serving.utils import GenerationState
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM, RCMHAConfig, RCMHAForCausalLM, with_composed_heads
@@ -369,8 +376,13 @@ def test_a_model_of_transformers_is_served_with_its_composed_heads(server: Modul
     served = manager_of(server, folder).loaded_models[folder].model
     ids = torch.arange(3, 20)[None]
     torch.testing.assert_close(served(ids).logits, model(ids).logits)
-    with pytest.raises(ValueError, match="keeps no composition factors of keys in models of Transformers"):
-        server.check_and_start_batching(None, served, served.generation_config)
+    engine = SimpleNamespace(_cb=None, _cb_config=ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32))
+    settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    server.check_and_start_batching(engine, served, settings)
+    name = engine._cb.add_request(ids[0].tolist(), max_new_tokens=NEW)
+    answer = next(part for part in engine._cb.request_id_iter(name) if part.is_finished())
+    server.stop_batching(SimpleNamespace(_cb_manager=engine))
+    assert answer.generated_tokens == model.generate(ids, settings)[0, 17:].tolist()
     edit_config(tmp_path, model_type="gemma3", architectures=["ComposedGemma3ForConditionalGeneration"])
     with pytest.raises(ValueError, match="also reads pictures or sound; with composed heads only models of text are"):
         server.load_language_model(SimpleNamespace(trust_remote_code=False), folder)

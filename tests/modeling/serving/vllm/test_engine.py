@@ -8,11 +8,24 @@ from typing import Any
 import pytest
 import torch
 from cases.models import make_model
-from transformers import PreTrainedModel
+from cases.vision_models import strengthen
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from dynattn import DCPythiaConfig, DCPythiaForCausalLM
+from dynattn import DCPythiaConfig, DCPythiaForCausalLM, with_composed_heads
 
 NEW_TOKENS = 16
 POSITIONS = 640
@@ -34,7 +47,31 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "alibi with gains": lambda: make_model(position_scheme="alibi", position_gain="bucket", compose_position_bias=True),
     "plain": lambda: make_model(compose_pre=False, compose_post=False, head_dim=32),
     "dcpythia": lambda: make_pythia(),
+    "composed in place: latent attention and experts": lambda: compose(
+        DeepseekV3ForCausalLM, DeepseekV3Config(**LATENT)
+    ),
+    "composed in place: windows, bounded logits": lambda: compose(Gemma3ForCausalLM, Gemma3TextConfig(**BOUNDED)),
+    "composed in place: scaled logits": lambda: compose(
+        GraniteForCausalLM, GraniteConfig(**PLACED, logits_scaling=7.0)
+    ),
+    "composed in place: experts": lambda: compose(MixtralForCausalLM, MixtralConfig(**PLACED, num_local_experts=4)),
+    "composed in place: joint projections": lambda: compose(GPT2LMHeadModel, GPT2Config(**PLACED, attn_pdrop=0.0)),
 }
+PLACED: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+PLACED |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+PLACED |= {"initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+BOUNDED = {**PLACED, "head_dim": 16, "final_logit_softcapping": 3.0, "sliding_window": 7}
+BOUNDED |= {"layer_types": ["sliding_attention", "full_attention"]}
+LATENT = {**PLACED, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 4}
+LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_experts_per_tok": 2}
+LATENT |= {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+
+
+def compose(model_class: Any, config: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = with_composed_heads(model_class, compose_rank=2)(config).eval()
+    strengthen(model)
+    return model
 
 
 def make_pythia() -> DCPythiaForCausalLM:
