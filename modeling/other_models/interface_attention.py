@@ -246,13 +246,13 @@ def attend_with_composed_heads(
         is_causal = False
     pre, post = module.stages(query, keys, key.shape[2])
     mask = _joined_mask(attention_mask, position_bias, is_causal, key.shape[2])
-    padded = max(width, value.shape[3])
+    padded = max(width, value.shape[3])  # as the ops need queries, keys and values of one width
     composed = pre is not None or post is not None
     served = {} if paged is None else {"paged": paged, "sliding_window": options.get("sliding_window")}
     name = module.implementation or choose_implementation(None, query, mask, NO_TABLES, composed=composed)
     output, maps = attention_function_of(name)(
         module,
-        *(F.pad(states, (0, padded - states.shape[3])) for states in (query, key, value)),
+        *(_with_width(states, padded) for states in (query, key, value)),
         mask,
         scaling=width**-0.5 if scaling is None else scaling,
         is_causal=is_causal,
@@ -290,6 +290,11 @@ def _refuse_options(
         raise ValueError("continuous batching of composed heads in this model needs transformers>=5.24")
     if attention_mask is None and options.get("cu_seq_lens_q") is not None:
         raise ValueError("cu_seq_lens_q keeps no documents apart here; give position_ids alone, which become a mask")
+
+
+def _with_width(states: Tensor, width: int) -> Tensor:
+    """States `[B, H, T, D]` with zeros as further channels up to `width`; `pad` would copy also those that have it."""
+    return states if states.shape[3] == width else F.pad(states, (0, width - states.shape[3]))
 
 
 def _joined_mask(mask: Tensor | None, bias: Tensor | None, is_causal: bool, keys: int) -> Tensor | None:

@@ -16,7 +16,7 @@ from ..harness.inputs import COMPOSED, PLAIN
 from ..harness.interface import COMPILED, Candidate, Case, Role, Subject
 from ..harness.settings import BenchmarkSettings
 from ..harness.shapes import Shape
-from .models import QUICK_SHAPES, ModelProblem, Step, make_case, make_problem
+from .models import IN_PLACE, QUICK_SHAPES, ModelProblem, Step, make_case, make_problem
 
 # The ending of candidates whose cache grows with every token, as that of `generate` does by default.
 DYNAMIC = "-dynamic"
@@ -26,6 +26,7 @@ def candidates(device: torch.device) -> list[Candidate]:
     """The model with every composing implementation, and without composition, each eager and compiled."""
     entries: list[tuple[str, Role, str, str]] = [(name, "ours", COMPOSED, name) for name in COMPOSING_IMPLEMENTATIONS]
     entries += [("sdpa", "plain", PLAIN, "sdpa"), ("matmul", "plain", PLAIN, "eager")]
+    entries += [(IN_PLACE, "ours", COMPOSED, IN_PLACE)] if device.type == "cpu" else []
     found = []
     for name, role, function, implementation in entries:
         for ending, step in STEPS.items():

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dynattn import DCFormerConfig, DCFormerForCausalLM
+from dynattn import DCFormerConfig, DCFormerForCausalLM, with_composed_heads
 from dynattn.configuration.composed_config import repeat_layer_types
 from dynattn.configuration.mixers import NO_COMPOSITION
 from dynattn.modeling.common.activation_checkpointing import checkpoint_activations
@@ -27,6 +28,13 @@ INITIALIZATION = {"initializer_range": 0.05, "compose_init_scale": 20.0}
 NO_WINDOW = {"sliding_window": None, "layer_types": None}
 PLAIN_GLOBAL = PLAIN + GLOBAL
 FUNCTIONS: dict[str, dict[str, Any]] = {COMPOSED: {}, PLAIN: NO_COMPOSITION, PLAIN_GLOBAL: NO_COMPOSITION | NO_WINDOW}
+# A Qwen3 whose heads are composed in place: its weights and results are those of a DCFormer.
+IN_PLACE = "in-place"
+QWEN3_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "layer_types", "sliding_window"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "rope_parameters", "rms_norm_eps"),
+)
 # Candidates that a GPU also runs in CUDA graphs.
 IN_GRAPHS = ("triton", "sdpa", f"sdpa{GLOBAL}")
 # The number of last tokens whose logits are compared with the reference.
@@ -58,11 +66,14 @@ class ModelProblem(NamedTuple):
 
     def model(self, function: str, implementation: str | None, dtype: torch.dtype | None = None) -> Any:
         """A model with the problem's weights; its implementation is the configuration's own choice if it is None."""
+        model: Any
         is_baseline = implementation in IN_MODELS
         settings = {**self.config, **self.functions[function]}
         settings["attn_implementation"] = REFERENCE if is_baseline else implementation
         with torch.device(self.tokens.device):
-            model: Any = DCFormerForCausalLM(DCFormerConfig(**settings))
+            model = (
+                in_place(settings) if implementation == IN_PLACE else DCFormerForCausalLM(DCFormerConfig(**settings))
+            )
         if is_baseline:  # the model class refuses implementations that are not its own
             model.config._attn_implementation = implementation
         model.load_state_dict(self.weights[function])
@@ -91,11 +102,20 @@ class ModelProblem(NamedTuple):
 Step = Callable[[Any, Tensor], Callable[[], Results]]
 
 
+def in_place(settings: dict[str, Any]) -> Any:
+    """The model of `IN_PLACE` with the sizes of a DCFormer that has these arguments of its configuration."""
+    config = DCFormerConfig(**{**settings, "attn_implementation": None})
+    composed = with_composed_heads(Qwen3ForCausalLM, compose_rank=config.compose_rank)
+    return composed(Qwen3Config(**{name: getattr(config, name) for name in QWEN3_FIELDS}, use_sliding_window=True))
+
+
 def candidates(device: torch.device) -> list[Candidate]:
     """The model with every composing implementation, in the official style, and without composition."""
     found = [make_candidate(name, "ours", COMPOSED, implementation, mode) for name, implementation, mode in ours()]
     found += [make_candidate("sdpa", "plain", PLAIN, "sdpa"), make_candidate("matmul", "plain", PLAIN, "eager")]
     found += [make_candidate(f"sdpa{GLOBAL}", "plain", PLAIN_GLOBAL, "sdpa")]
+    if device.type == "cpu":  # on a GPU time is short, and attention is the same
+        found.append(make_candidate(IN_PLACE, "ours", COMPOSED, IN_PLACE))
     return found + [make_candidate(name, "other", COMPOSED, name) for name in IN_MODELS]
 
 
