@@ -8,6 +8,7 @@ from ...common.errors import UserError
 from ...common.number_ranges import check_rates, check_seeds
 from ..texts import check_texts, text_options
 
+HEADS = 8  # of every parent
 QUICK: dict[str, Any] = {"seeds": [0, 1], "parent_steps": 60, "steps": 24, "learning_rates": [2e-3]}
 
 
@@ -22,6 +23,7 @@ class UpcyclingArguments:
 
     output: str | None = option(None, "folder of the study; runs/upcycling, with --quick runs/upcycling-quick")
     parent: Literal["gpt_neox", "mixtral"] = option("gpt_neox", "type of the parents")
+    hidden_size: int = option(128, f"width of the parents, which have {HEADS} heads")
     arms: list[str] | None = option(
         None, "names of arms to compare with plain (an unknown name prints all names); all if not given"
     )
@@ -45,6 +47,8 @@ class UpcyclingArguments:
         check_seeds(self.seeds, self.tuning_seed)
         check_rates(self.learning_rates)
         check_texts(self.dataset, self.validation_dataset)
+        if self.hidden_size < 8 * HEADS or self.hidden_size % (8 * HEADS):
+            raise UserError(f"hidden_size={self.hidden_size} must be a multiple of {8 * HEADS}: 8 channels for a head")
         if self.parent_steps < 1 or self.steps < 2:
             raise UserError(f"parent_steps={self.parent_steps} must be 1 or more, and steps={self.steps} 2 or more")
 

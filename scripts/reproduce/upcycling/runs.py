@@ -13,20 +13,15 @@ from ...compare.job import train_once
 from ...convert import NEOX, UpcycleArguments, upcycle_checkpoint
 from ...pretrain import PretrainArguments
 from ..study_runs import text_name
-from .arguments import UpcyclingArguments
+from .arguments import HEADS, UpcyclingArguments
 from .changed_parents import compose_in_place, widen_mlps
 
-MODEL: dict[str, Any] = {
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "intermediate_size": 512,
-    "max_position_embeddings": 512,
-}
-# The models of parents, by type. Mixtral's tokens read two of four experts, which are half as wide.
-MODELS = {
-    "gpt_neox": MODEL,
-    "mixtral": {**MODEL, "num_key_value_heads": 4, "intermediate_size": 256, "num_local_experts": 4},
+MODEL: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": HEADS, "max_position_embeddings": 512}
+# The models of parents, by type, and how much wider their MLPs are than their hidden states. Mixtral's tokens read two
+# of four experts, which are half as wide.
+MODELS: dict[str, tuple[dict[str, Any], int]] = {
+    "gpt_neox": (MODEL, 4),
+    "mixtral": ({**MODEL, "num_key_value_heads": 4, "num_local_experts": 4}, 2),
 }
 COMMON: dict[str, Any] = {"sequence_length": 128, "batch_size": 8, "keep_checkpoints": 1}
 PARENT: dict[str, Any] = {"vocab_size": 2048, "learning_rate": 2e-3}
@@ -109,8 +104,10 @@ class Runs:
 
     def _parents(self) -> dict[str, dict[str, Any]]:
         """What parents are, for the record."""
-        name = self.arguments.parent
-        return {"model": MODELS[name], "parent": {"model_type": name, **PARENT}}
+        name, width = self.arguments.parent, self.arguments.hidden_size
+        model, ratio = MODELS[name]
+        model = {"hidden_size": width, "intermediate_size": ratio * width, **model}
+        return {"model": model, "parent": {"model_type": name, **PARENT}}
 
     def _upcycle(self, seed: int) -> None:
         """Converts a GPT-NeoX to a DCPythia, and checks that both have the same logits, or composes heads in place."""

@@ -81,6 +81,7 @@ def test_table_and_plot_are_made_again_from_the_record_alone(record: dict[str, A
         ({"learning_rates": [1e-3, 0.0]}, "must be one or more positive numbers"),
         ({"learning_rates": [1e-3, float("inf")]}, "must be one or more positive numbers"),
         ({"steps": 1}, "steps=1 2 or more"),
+        ({"hidden_size": 100}, "hidden_size=100 must be a multiple of 64"),
         ({"dataset": "text.txt"}, "dataset=text.txt and validation_dataset=None: give both, or neither"),
         ({"redraw": True, "output": "nowhere"}, "nowhere holds no record.json"),
     ],
@@ -104,6 +105,13 @@ def test_an_arm_that_does_not_exist_is_told(tmp_path: Path, capsys: pytest.Captu
     assert cli.main(command) == 2
     assert "['slower'] do not exist; choose from wide, composed, slow" in capsys.readouterr().err
     assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize(("parent", "width"), [("gpt_neox", 1024), ("mixtral", 512)])
+def test_parents_of_another_width_have_mlps_of_the_same_ratio(parent: Any, width: int, tmp_path: Path):
+    arguments = UpcyclingArguments(parent=parent, hidden_size=256, output=str(tmp_path))
+    run, *_ = upcycling_runs.Runs(tmp_path, arguments).planned([], [0], [])
+    assert (run.model_config["hidden_size"], run.model_config["intermediate_size"]) == (256, width)
 
 
 def test_only_the_arms_that_are_named_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -148,7 +156,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         documents = [{"text": f"The number {n} comes before {n + 1}. " * 5} for n in numbers]
         (tmp_path / name).write_text("\n".join(map(json.dumps, documents)))
     experts = {**TINY, "num_key_value_heads": 1, "num_local_experts": 2}
-    monkeypatch.setattr(upcycling_runs, "MODELS", {"gpt_neox": TINY, "mixtral": experts})
+    monkeypatch.setattr(upcycling_runs, "MODELS", {"gpt_neox": (TINY, 4), "mixtral": (experts, 2)})
     monkeypatch.setattr(upcycling_runs, "PARENT", {**upcycling_runs.PARENT, "vocab_size": 300})
     return record_training(monkeypatch)
 
