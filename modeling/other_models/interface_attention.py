@@ -249,7 +249,8 @@ def attend_with_composed_heads(
     padded = max(width, value.shape[3])  # as the ops need queries, keys and values of one width
     composed = pre is not None or post is not None
     served = {} if paged is None else {"paged": paged, "sliding_window": options.get("sliding_window")}
-    name = module.implementation or choose_implementation(None, query, mask, NO_TABLES, composed=composed)
+    needs_ours = composed or paged is not None
+    name = module.implementation or choose_implementation(None, query, mask, NO_TABLES, composed=needs_ours)
     output, maps = attention_function_of(name)(
         module,
         *(_with_width(states, padded) for states in (query, key, value)),

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, St
 import dynattn
 
 from ..harness import Case, FindingError, Kind, expect, one_line
+from .engine import serve
 
 VOCAB = 61
 FAMILIES = ("DCFormer", "DCPythia", "RCMHA")
@@ -319,6 +320,13 @@ def embedded(model: PreTrainedModel, ids: Tensor, case: Case) -> Tensor:
     return model(inputs_embeds=model.get_input_embeddings()(ids), use_cache=False).logits
 
 
+def paged(model: Any, ids: Tensor, case: Case) -> Tensor:
+    """Requests of a serving engine, where this package attends to its pages."""
+    if not (model.supports_paged_cache and model.attends_to_paged_cache):
+        return model(ids, use_cache=False).logits
+    return serve(model, ids, case["cut"])
+
+
 def check_beam_search(model: Any, ids: Tensor) -> None:
     """Beam search gives the same tokens when it is repeated, and without a cache, too.
 
@@ -356,6 +364,7 @@ WAYS: dict[str, Callable[[PreTrainedModel, Tensor, Case], Tensor]] = {
         eagerly,
         checkpointed,
         embedded,
+        paged,
     )
 } | {"beams": alone}
 KIND = Kind("models", generate, check, fast=12, batch=40)
