@@ -80,7 +80,10 @@ class FSDPEngine(Engine):
     def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """All weights gathered into the memory of the main process's CPU; empty on the others."""
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return cast("dict[str, Tensor]", get_model_state_dict(model, options=whole))
+        weights = cast("dict[str, Tensor]", get_model_state_dict(model, options=whole))
+        # Gathered weights that are tied are copies of each other, of which a checkpoint would hold both.
+        once, each = (dict(model.named_parameters(remove_duplicate=remove)) for remove in (True, False))
+        return {name: tensor for name, tensor in weights.items() if name in once or name not in each}
 
     def sharding(self) -> str:
         replicas = self.accelerator.num_processes // self.shards

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases.training import RUN, assert_same_run, curve, killed_run, losses, run, run_forked
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, pipeline
 
 from dynattn.scripts.common.errors import UserError
@@ -124,6 +125,8 @@ def test_an_encoder_whose_embeddings_are_a_layer_and_tied_is_sharded(corpus: Pat
     run(tmp_path / "one", corpus, **changes)
     run_forked(2, tmp_path / "two", corpus, **{**changes, "batch_size": 2, "engine": "fsdp2"})
     assert abs(losses(tmp_path / "two") - losses(tmp_path / "one")).max() < 1e-5
+    one, two = (load_file(tmp_path / name / "model/model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()  # a weight that is tied is saved once
 
 
 @pytest.mark.parametrize(
