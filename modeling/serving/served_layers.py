@@ -1,6 +1,7 @@
 """How serving engines run a model with composed heads: of a DCMHA family, or of Transformers, changed in place."""
 
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +94,8 @@ def configured_windows(model: Any) -> list[int | None]:
     """The window of each layer of a model, by its configuration.
 
     Raises:
-        ValueError: layers keep something else of earlier tokens than rows, or hide keys in another way than by windows.
+        ValueError: layers keep something else of earlier tokens than rows, or hide keys in another way than by windows;
+            or the model counts positions by itself.
     """
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
@@ -103,6 +105,12 @@ def configured_windows(model: Any) -> list[int | None]:
     hides_by_windows = is_of_family(model) or model._supports_flash_attn
     if model.config.is_encoder_decoder or model._is_stateful or not hides_by_windows:
         raise ValueError(f"{name} has masks of its own, or needs more of earlier tokens than a paged cache; {ADVICE}")
+    # Decoders such as Bart's count on from the length of a cache, and take other keywords without reading them.
+    if not is_of_family(model) and "position_ids" not in signature(type(model).forward).parameters:
+        raise ValueError(
+            f"{name} takes no position_ids, so that tokens would get positions of other requests; use generate() with "
+            "one prompt at a time"
+        )
     if others := sorted({*kinds} - {"full_attention", "sliding_attention"}):
         raise ValueError(f"{name} has layers of type {others}, which a paged cache does not serve; {ADVICE}")
     return [window if kind == "sliding_attention" else None for kind in kinds]

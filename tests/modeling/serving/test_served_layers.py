@@ -8,6 +8,8 @@ import torch
 from cases.models import make_model
 from cases.vision_models import strengthen
 from transformers import (
+    BartConfig,
+    BartForCausalLM,
     BertConfig,
     BertLMHeadModel,
     DeepseekV3Config,
@@ -52,6 +54,9 @@ LATENT |= {
     "moe_intermediate_size": 16,
 }
 WINDOWS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+BART: dict[str, Any] = {"vocab_size": 97, "d_model": 32, "max_position_embeddings": 128, "init_std": 0.2}
+BART |= {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+BART |= {"decoder_ffn_dim": 48, "forced_eos_token_id": None}
 GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "attn_pdrop": 0.0}
 GPT2 |= {"bos_token_id": 1, "eos_token_id": None, "initializer_range": 0.2}
 
@@ -89,6 +94,10 @@ UNFIT: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "an encoder": (
         lambda: compose(T5ForConditionalGeneration, T5Config(vocab_size=97, d_model=32, num_layers=1, dropout_rate=0)),
         "ComposedT5ForConditionalGeneration has masks of its own, or needs more",
+    ),
+    "positions by the length of a cache": (
+        lambda: compose(BartForCausalLM, BartConfig(**BART)),
+        r"ComposedBartForCausalLM takes no position_ids, so that tokens would get positions of other requests",
     ),
     "windows in no mask": (
         lambda: compose(LlamaForCausalLM, LlamaConfig(**SIZES, sliding_window=7)),
