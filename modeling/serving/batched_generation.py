@@ -13,6 +13,7 @@ from .requirements import (
     new_token_limit,
     with_defaults_of,
 )
+from .served_layers import configured_windows
 
 
 class BatchedGeneration:
@@ -52,8 +53,8 @@ class BatchedGeneration:
 
         Raises:
             TypeError: `inputs` is no list of prompts.
-            ValueError: a request cannot be served, see `check_request` and `new_token_limit`; or a keyword is one of
-                `generate`, which Transformers' method takes and ignores.
+            ValueError: a request cannot be served, see `check_request` and `new_token_limit`; or the model cannot; or a
+                keyword is one of `generate`, which Transformers' method takes and ignores.
         """
         if self.attends_to_paged_cache:
             known = signature(super().generate_batch).parameters  # type: ignore[misc]
@@ -62,6 +63,7 @@ class BatchedGeneration:
                     f"generate_batch would ignore {ignored}; set fields of a GenerationConfig, or use generate()"
                 )
             check_prompts(inputs)
+            configured_windows(self)  # raises for models that may lack the limits by which requests are checked
             kept = getattr(self, "_cached_continuous_batching_manager", None)
             generation_config = with_defaults_of(self, generation_config or getattr(kept, "generation_config", None))
             for input_ids in inputs:

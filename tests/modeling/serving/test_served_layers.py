@@ -149,8 +149,11 @@ def test_a_model_generates_by_itself_while_it_serves() -> None:
 @pytest.mark.parametrize("name", UNFIT)
 def test_a_model_of_which_rows_would_not_keep_enough_is_refused(name: str) -> None:
     make, message = UNFIT[name]
+    model = make()
     with pytest.raises(ValueError, match=message):
-        make().init_continuous_batching(GREEDY)
+        model.init_continuous_batching(GREEDY)
+    with pytest.raises(ValueError, match=message):
+        model.generate_batch([[5, 6, 7]], GREEDY)
 
 
 def test_rows_are_as_wide_as_what_layers_attend_with() -> None:
