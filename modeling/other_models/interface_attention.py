@@ -57,7 +57,8 @@ class Call:
 class Running(threading.local):
     """The call that runs in a thread, which is not kept on the module, because several threads may call it at once."""
 
-    call: Call | None = None
+    def __init__(self) -> None:
+        self.call: Call | None = None
 
 
 RUNNING = Running()

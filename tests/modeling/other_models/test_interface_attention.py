@@ -389,6 +389,17 @@ def test_threads_may_call_a_model_and_its_replicas_at_the_same_time() -> None:
         torch.testing.assert_close(found, expected)
 
 
+def test_a_thread_may_first_call_a_model_when_it_is_compiled() -> None:
+    model = llama(num_hidden_layers=1)
+    compose_heads_of(model)
+    strengthen(model)
+    expected = model.generate(IDS, max_new_tokens=3, do_sample=False)
+    model.forward = torch.compile(model.forward, backend="eager")
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(model.generate, IDS, max_new_tokens=3, do_sample=False).result()
+    assert torch.equal(found, expected)
+
+
 def test_query_wise_composition_needs_no_place_in_the_cache() -> None:
     model = llama()
     compose_heads_of(model, compose_key_wise=False)
