@@ -112,6 +112,11 @@ class GivenStates(nn.Module):
         super().__init__()
         self.hidden_states = hidden_states  # [1, T, E]
 
+    @property
+    def decoder(self) -> "GivenStates":
+        """The module within the model that OPT's head calls."""
+        return self
+
     def forward(self, *_: Any, **__: Any) -> HiddenStates:
         """The hidden states, whatever the head passes on."""
         return HiddenStates(last_hidden_state=self.hidden_states)

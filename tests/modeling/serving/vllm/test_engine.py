@@ -20,6 +20,8 @@ from transformers import (
     GraniteForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedModel,
 )
 from vllm import LLM, SamplingParams
@@ -55,11 +57,13 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         GraniteForCausalLM, GraniteConfig(**PLACED, logits_scaling=7.0)
     ),
     "composed in place: experts": lambda: compose(MixtralForCausalLM, MixtralConfig(**PLACED, num_local_experts=4)),
+    "composed in place: a decoder within the model": lambda: compose(OPTForCausalLM, OPTConfig(**OPT)),
     "composed in place: joint projections": lambda: compose(GPT2LMHeadModel, GPT2Config(**PLACED, attn_pdrop=0.0)),
 }
 PLACED: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 PLACED |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 PLACED |= {"initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+OPT = {**PLACED, "ffn_dim": 48, "word_embed_proj_dim": 16, "init_std": 0.2, "attention_dropout": 0.0}
 BOUNDED = {**PLACED, "head_dim": 16, "final_logit_softcapping": 3.0, "sliding_window": 7}
 BOUNDED |= {"layer_types": ["sliding_attention", "full_attention"]}
 LATENT = {**PLACED, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 4}
