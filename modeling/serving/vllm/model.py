@@ -81,11 +81,24 @@ class ComposedInPlaceForCausalLM(ComposedForCausalLM):
 
     @staticmethod
     def make_decoder(options: Any, implementation: str) -> Any:
-        """The model with its weights: many checkpoints have other tensors than modules, which Transformers converts."""
-        model_class = composing_class(AutoModelForCausalLM, options.hf_config)
-        return model_class.from_pretrained(
-            options.model, revision=options.revision, config=options.hf_config, dtype=options.dtype
-        ).eval()
+        """The model with its weights: many checkpoints have other tensors than modules, which Transformers converts.
+
+        Raises:
+            ValueError: the checkpoint lacks weights, for which Transformers would draw random ones.
+        """
+        decoder, report = composing_class(AutoModelForCausalLM, options.hf_config).from_pretrained(
+            options.model,
+            revision=options.revision,
+            config=options.hf_config,
+            dtype=options.dtype,
+            output_loading_info=True,
+        )
+        if missing := sorted(report["missing_keys"]):
+            raise ValueError(
+                f"the checkpoint {options.model} lacks weights ({len(missing)}), such as {missing[0]}; load it by "
+                "with_composed_heads in Transformers, which makes new ones, and save that"
+            )
+        return decoder.eval()
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits `[T, V]` of hidden states `[T, E]`, which some models scale, bound or normalize besides."""

@@ -162,6 +162,13 @@ def test_a_prompt_beyond_the_positions_is_refused_and_others_are_still_served(st
     assert served(llm, [prompt]) == expected(model, [prompt])
 
 
+def test_a_checkpoint_without_all_weights_is_refused(start: Callable[..., LLM]) -> None:
+    model = MODELS["composed in place: experts"]()
+    del model.model.layers[1].self_attn.composition.factor_weight
+    with pytest.raises(ValueError, match=r"lacks weights \(1\), such as .*layers.1.self_attn.composition.factor_"):
+        start(model)
+
+
 def test_bfloat16_scores_of_prompts_are_as_near_to_float32_as_those_of_transformers(start: Callable[..., LLM]) -> None:
     model, prompts = make_model(), make_prompts(count=4, longest=100)
     half = copy.deepcopy(model).bfloat16()
