@@ -42,6 +42,7 @@ class ServedModel:
     """A model as Transformers' continuous batching sees it; all other attributes are the model's."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        model.eval()  # as Transformers' manager does afterwards; in training some models skip layers
         self.model, self.layers = model, served_layers(model)
         self.config = row_config(model.config.get_text_config(decoder=True), self.layers.layout)
 

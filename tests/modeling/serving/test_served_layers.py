@@ -29,6 +29,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -54,6 +56,7 @@ LATENT |= {
     "moe_intermediate_size": 16,
 }
 WINDOWS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+OPT = {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 16, "init_std": 0.2, "attention_dropout": 0.0, "layerdrop": 0.9}
 BART: dict[str, Any] = {"vocab_size": 97, "d_model": 32, "max_position_embeddings": 128, "init_std": 0.2}
 BART |= {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
 BART |= {"decoder_ffn_dim": 48, "forced_eos_token_id": None}
@@ -77,6 +80,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "mixtral": lambda: compose(MixtralForCausalLM, MixtralConfig(**SIZES, num_local_experts=4)),
     "deepseek": lambda: compose(DeepseekV3ForCausalLM, DeepseekV3Config(**{**SIZES, **LATENT})),
     "gpt-2": lambda: compose(GPT2LMHeadModel, GPT2Config(**GPT2)),
+    "opt, whose layers are skipped in training": lambda: compose(OPTForCausalLM, OPTConfig(**OPT)),
 }
 UNFIT: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "some layers": (
@@ -131,7 +135,7 @@ def test_requests_together_get_the_tokens_of_each_alone(name: str) -> None:
     model, asked = MODELS[name](), prompts()
     expected = {tuple(prompt): alone(model, prompt) for prompt in asked}
     assert len({tuple(tokens) for tokens in expected.values()}) > 1
-    found = model.generate_batch(asked, GREEDY, ContinuousBatchingConfig(**SETTINGS))
+    found = model.train().generate_batch(asked, GREEDY, ContinuousBatchingConfig(**SETTINGS))
     assert {tuple(one.prompt_ids): one.generated_tokens for one in found.values()} == expected
 
 
