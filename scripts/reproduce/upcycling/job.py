@@ -28,8 +28,9 @@ def command_of(arguments: UpcyclingArguments) -> str:
     names = ("seeds", "tuning_seed", "learning_rates", "parent_steps", "steps", "arms")
     options = {name: getattr(arguments, name) for name in names}
     texts = {name: text_name(text) for name, text in arguments.texts.items() if text != "builtin"}
-    parent = {} if arguments.parent == UpcyclingArguments.parent else {"parent": arguments.parent}
-    return command_line("reproduce upcycling", {**parent, **options, **texts})
+    given = {name: getattr(arguments, name) for name in ("parent", "hidden_size")}
+    parents = {name: value for name, value in given.items() if value != getattr(UpcyclingArguments, name)}
+    return command_line("reproduce upcycling", {**parents, **options, **texts})
 
 
 def make_runs(arguments: UpcyclingArguments, output: Path) -> Record:

@@ -20,6 +20,7 @@ from dynattn.scripts.compare.table import table
 from dynattn.scripts.reproduce.upcycling import runs as upcycling_runs
 from dynattn.scripts.reproduce.upcycling.arguments import UpcyclingArguments
 from dynattn.scripts.reproduce.upcycling.changed_parents import widen_mlps
+from dynattn.scripts.reproduce.upcycling.job import command_of
 
 TINY = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
@@ -112,6 +113,7 @@ def test_parents_of_another_width_have_mlps_of_the_same_ratio(parent: Any, width
     arguments = UpcyclingArguments(parent=parent, hidden_size=256, output=str(tmp_path))
     run, *_ = upcycling_runs.Runs(tmp_path, arguments).planned([], [0], [])
     assert (run.model_config["hidden_size"], run.model_config["intermediate_size"]) == (256, width)
+    assert "--hidden_size 256 --seeds" in command_of(arguments)
 
 
 def test_only_the_arms_that_are_named_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
