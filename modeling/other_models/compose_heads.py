@@ -129,6 +129,7 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
     class Composed(*served, model_class):  # type: ignore[misc, valid-type]
         _auto_class = None  # code that came with `model_class` has no composed heads
         supports_paged_cache = attends_to_paged_cache = True
+        plain_class = model_class
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             chosen = _chosen_options(options, getattr(config, "composed_heads", None))

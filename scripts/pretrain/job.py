@@ -213,5 +213,5 @@ def save_model(trainer: Trainer, folder: Path, weights: dict[str, Tensor], resul
     tokenizer.model_max_length = longest or trainer.arguments.sequence_length
     tokenizer.save_pretrained(folder)
     composed = getattr(model.config, "composed_heads", None) is not None
-    plain_class = type(model).__bases__[0].__name__ if composed else None
+    plain_class = model.plain_class.__name__ if composed else None
     write_card(folder, trainer.arguments, result, model.config.model_type, plain_class)
