@@ -25,7 +25,7 @@ from ..ops.dcmha.attention import choose_implementation
 from ..ops.dcmha.composition import Composition
 from ..ops.distance_tables import NO_TABLES
 from ..ops.masking import four_dimensional
-from ..serving.paged_attention import SERVED
+from ..serving.paged_attention import CURRENT
 from .side_generators import SideGenerators
 
 # The name of the attention function in the configurations of composed modules. Other copies of this code, which came
@@ -214,7 +214,8 @@ def attend_with_composed_heads(
 ) -> tuple[Tensor, Tensor | None]:
     """A function of Transformers' attention interface, for modules that `compose_heads_of` has changed.
 
-    As Transformers' function for SDPA does, it takes windows from the mask alone.
+    As Transformers' function for SDPA does, it takes windows from the mask alone. Where a serving engine keeps the keys
+    (see `attending_to_pages`), no mask is read, and windows are what the module passes as `sliding_window`.
 
     Args:
         query, key, value: `[B, H, T, D]`, `[B, H_kv, S, D]` and `[B, H_kv, S, D_v]`.
@@ -226,25 +227,21 @@ def attend_with_composed_heads(
 
     Raises:
         ValueError: the module is another, drops probabilities, packs documents without a mask, or has terms that
-            composed heads do not have.
+            composed heads do not have; or an engine keeps the keys, and attention is biased or not causal.
     """
     if not isinstance(module, ComposedInterfaceAttention):
         raise ValueError(f"attn_implementation={NAME!r} is for modules that compose_heads_of(model) has changed")
-    paged = SERVED.paged
-    if paged is not None:
+    if (paged := CURRENT.paged) is not None:
         attention_mask = None  # `paged` knows what each token sees
     _refuse_options(module, options, dropout, attention_mask)
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if paged is not None and (position_bias is not None or not is_causal):
         raise ValueError("a paged cache serves no position bias, and no attention to later tokens; use generate()")
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1 and not module.has_complete_masks
-    (queries, width), keys = query.shape[2:], key.shape[2]
-    # SDPA puts the first query at the first key, and the ops the last query at the last key.
-    if is_causal and keys > queries:  # the first tokens in a static cache, behind which it is empty
-        key, value = key[:, :, :queries], value[:, :, :queries]
-    if is_causal and keys < queries:
-        attention_mask = torch.ones(queries, keys, dtype=torch.bool, device=key.device).tril()
-        is_causal = False
+    keys, width = key.shape[2], query.shape[3]
+    if is_causal:
+        key, value, attention_mask = _causal_keys(query.shape[2], key, value)
+        is_causal = attention_mask is None
     pre, post = module.stages(query, keys, key.shape[2])
     mask = _joined_mask(attention_mask, position_bias, is_causal, key.shape[2])
     padded = max(width, value.shape[3])  # as the ops need queries, keys and values of one width
@@ -292,6 +289,19 @@ def _refuse_options(
         raise ValueError("continuous batching of composed heads in this model needs transformers>=5.24")
     if attention_mask is None and options.get("cu_seq_lens_q") is not None:
         raise ValueError("cu_seq_lens_q keeps no documents apart here; give position_ids alone, which become a mask")
+
+
+def _causal_keys(queries: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The keys and values that some queries see as in SDPA, and a mask if the ops would hide others without one.
+
+    SDPA puts the first query at the first key, and the ops the last query at the last key.
+    """
+    keys = key.shape[2]
+    if keys < queries:
+        return key, value, torch.ones(queries, keys, dtype=torch.bool, device=key.device).tril()
+    if keys > queries:  # the first tokens in a static cache, behind which it is empty
+        key, value = key[:, :, :queries], value[:, :, :queries]
+    return key, value, None
 
 
 def _with_width(states: Tensor, width: int) -> Tensor:

@@ -223,20 +223,20 @@ def tokens_as_items(stage: Composition, places: Tensor) -> Composition:
     return stage.map(lambda factor: factor if factor.ndim == 2 else factor[0, places][:, None])
 
 
-class Served(threading.local):
-    """What serves a thread: other threads may call the same model meanwhile, with a cache of its own."""
+class CurrentPages(threading.local):
+    """The pages that attention in a thread reads; other threads may call the same model with a cache of its own."""
 
-    paged: Any = None  # a `PagedAttention`
+    paged: Any = None  # a `PagedAttention`; None where attention gets its keys from the model
 
 
-SERVED = Served()
+CURRENT = CurrentPages()
 
 
 @contextmanager
 def attending_to_pages(paged: Any) -> Iterator[None]:
     """Lets attention that takes no argument `paged` attend by a `PagedAttention`, in this thread."""
-    before, SERVED.paged = SERVED.paged, paged
+    before, CURRENT.paged = CURRENT.paged, paged
     try:
         yield
     finally:
-        SERVED.paged = before
+        CURRENT.paged = before

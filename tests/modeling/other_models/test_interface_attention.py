@@ -67,6 +67,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM, compose_heads_of, with_composed_heads
+from dynattn.modeling.other_models import interface_attention
 from dynattn.modeling.other_models.compose_heads import composing_class
 from dynattn.modeling.other_models.side_generators import SideGenerators
 
@@ -398,6 +399,21 @@ def test_a_thread_may_first_call_a_model_when_it_is_compiled() -> None:
     with ThreadPoolExecutor(1) as threads:
         found = threads.submit(model.generate, IDS, max_new_tokens=3, do_sample=False).result()
     assert torch.equal(found, expected)
+
+
+def test_attention_reads_the_keys_and_values_of_the_cache_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache, read = llama().float(), DynamicCache(), []
+    compose_heads_of(model)
+    attend = interface_attention.attention_function_of("chunked")
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        read.append([states.data_ptr() for states in args[2:4]])
+        return attend(*args, **options)
+
+    monkeypatch.setattr(interface_attention, "attention_function_of", lambda name: recorded)
+    model(IDS, past_key_values=cache)
+    model(IDS[:, :1], past_key_values=cache)
+    assert read[2:] == [[layer.keys.data_ptr(), layer.values.data_ptr()] for layer in cache.layers]
 
 
 def test_query_wise_composition_needs_no_place_in_the_cache() -> None:
