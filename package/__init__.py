@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     from dynattn.modeling.generation.prepacking import prepack
     from dynattn.modeling.inspection.map_hooks import add_map_hooks, remove_map_hooks
     from dynattn.modeling.layers.attention_interface import register_implementation
+    from dynattn.modeling.layers.context_parallel import ContextParallel
     from dynattn.modeling.modeling_dcbart import DCBartForConditionalGeneration, DCBartModel
     from dynattn.modeling.modeling_dcformer import (
         DCFormerForCausalLM,
@@ -69,6 +70,7 @@ __all__ = [
     "AttentionMaps",
     "ComposedMultiheadAttention",
     "Composition",
+    "ContextParallel",
     "DCBartConfig",
     "DCBartForConditionalGeneration",
     "DCBartModel",
@@ -122,6 +124,7 @@ _MODULES = {
     "AttentionMaps": "dynattn.modeling.ops.dcmha.eager",
     "ComposedMultiheadAttention": "dynattn.modeling.other_models.multihead_attention",
     "Composition": "dynattn.modeling.ops.dcmha.composition",
+    "ContextParallel": "dynattn.modeling.layers.context_parallel",
     "add_map_hooks": "dynattn.modeling.inspection.map_hooks",
     "compose_heads_of": "dynattn.modeling.other_models.compose_heads",
     "with_composed_heads": "dynattn.modeling.other_models.compose_heads",

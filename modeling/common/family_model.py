@@ -21,8 +21,8 @@ class FamilyPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _skip_keys_device_placement = [OLD_NAME, NEW_NAME]
     _can_compile_fullgraph = True
-    # Context parallelism splits the keys over devices and drops the mask. Composed heads, relative positions and
-    # convolutions need all keys that a query sees on one device.
+    # Accelerate's context parallelism splits the keys over devices and drops the mask. Composed heads, relative
+    # positions and convolutions need all keys that a query sees on one device, as `ContextParallel` provides them.
     _supports_context_parallel = False
 
     @torch.no_grad()

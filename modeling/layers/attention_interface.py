@@ -268,6 +268,20 @@ def attention_function_of(name: str) -> Attention:
     return _OWN_FUNCTIONS.get(name) or ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
 
+def own_attention_function(name: str) -> Attention:
+    """The attention function of an implementation of this package, which puts the last query at the last key.
+
+    Raises:
+        ValueError: `name` is another one. SDPA, as Transformers calls it, puts the first query at the first key.
+    """
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"attn_implementation={name!r} cannot attend to the keys of other processes; use one of "
+            f"{sorted(IMPLEMENTATIONS)}"
+        )
+    return attention_function(IMPLEMENTATIONS[name])
+
+
 # RCMHA has attention of its own, and Transformers looks up only its masks by these names.
 for _name in registered_implementations():
     _register_with_transformers(_name)

@@ -145,7 +145,7 @@ class ComposedInterfaceAttention(SideGenerators):
         key_terms = factors.pre_key if factors.post_key is None else factors.post_key
         if self.composes_keys and (key_terms is None or key_terms.shape[1] != keys):
             raise self._refusal("attends to keys that it did not project, or whose factors are in no cache")
-        return self.composition.assemble(factors.up_to(visible))
+        return self.composition.assemble(factors.narrow(slice(None), slice(visible)))
 
     def _refusal(self, what: str, *, even_without_keys: bool = False) -> ValueError:
         """The error for `what` the module does.

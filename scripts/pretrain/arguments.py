@@ -95,6 +95,8 @@ class PretrainArguments(OptimizationOptions, DataOptions, ModelOptions, RunningO
             raise UserError(f"price_per_gpu_hour={self.price_per_gpu_hour} is for dry_run; give both")
         if self.cuda_graphs and not self.compile:
             raise UserError("cuda_graphs are of compiled models; give compile, too")
+        if self.context_processes > 1:
+            self._check_context()
         self._check_sources()
         self._check_carried_memory()
         self._check_streaming()
@@ -114,6 +116,14 @@ class PretrainArguments(OptimizationOptions, DataOptions, ModelOptions, RunningO
         for option in ("carry_memory", "chat_column", "z_loss", "length_warmup_steps", "dry_run"):
             if getattr(self, option):
                 raise UserError(f"{option} is for objective=causal_lm; leave it out with objective={self.objective}")
+
+    def _check_context(self) -> None:
+        """Refuses processes that share sequences with what reads whole ones, or was not tried with them."""
+        if self.objective != "causal_lm":
+            raise UserError(f"context_processes is for objective=causal_lm; leave it out with {self.objective}")
+        for option in ("carry_memory", "cuda_graphs"):
+            if getattr(self, option):
+                raise UserError(f"{option} needs whole sequences in each process; leave it or context_processes out")
 
     def _check_sweep(self) -> None:
         """Refuses a sweep that is malformed, has a run that is refused, or could lose what earlier ones have made."""

@@ -129,7 +129,10 @@ def check_same_run(path: Path, fingerprint: Fingerprint) -> None:
         names = [name for name in names if name not in SCHEDULE_FIELDS]
     if names:
         changes = ", ".join(f"{OPTIONS.get(name, name)} (was {stored[name]}, is {fingerprint[name]})" for name in names)
-        split = "; processes, batch_size and gradient_accumulation_steps may change as long as their product does not"
+        split = (
+            "; processes (groups of them, with context_processes), batch_size and gradient_accumulation_steps may "
+            "change as long as their product does not"
+        )
         raise UserError(
             f"cannot resume from {path} because this changed: {changes}; change it back, or start a new run in another "
             f"output folder (init_from takes over trained weights){split if 'global_batch' in names else ''}"
@@ -147,6 +150,7 @@ def sharing_of(arguments: PretrainArguments, engine: Engine) -> dict[str, Any]:
     return {
         "engine": engine.name,
         "processes": engine.accelerator.num_processes,
+        "context_processes": engine.groups.size,
         "batch_size": arguments.batch_size,
         "gradient_accumulation_steps": arguments.gradient_accumulation_steps,
     }

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from ..common.carried_memory import CarriedMemory, StreamMemory
@@ -16,6 +15,7 @@ from .data.position_sampling import PositionSampler
 from .data.preparation import Source
 from .data.tokenizer import load_tokenizer
 from .engines.interface import Engine
+from .engines.sequence_groups import SequenceGroups
 from .fingerprint import Fingerprint, build_fingerprint, describe_changes, sharing_of
 from .model import build_config, build_model, count_parameters
 from .outputs.checkpoint import read_state
@@ -42,7 +42,7 @@ class Plan:
             UserError: data, model and arguments do not fit each other.
         """
         accelerator, accumulation = engine.accelerator, arguments.gradient_accumulation_steps
-        global_batch = arguments.batch_size * accumulation * accelerator.num_processes
+        global_batch = arguments.batch_size * accumulation * engine.groups.groups
         self.source, self.tokenizer = source, load_tokenizer(run.current(run.tokenizer))
         self.objective = make_objective(arguments, self.tokenizer)
         train, self.validation_sequences, self.order = open_data(run, arguments, self.tokenizer, global_batch)
@@ -59,11 +59,12 @@ class Plan:
         self.schedule = build_schedule(arguments, self.order.pass_length, global_batch)
         check_passes(self.order, arguments, self.schedule.max_steps)
         self.lengths, self.positions = LengthWarmup.of(arguments), PositionSampler.of(arguments, config)
+        engine.groups.divide(self.model, self.lengths.lengths)
         self.fingerprint = build_fingerprint(arguments, config, source, self.schedule, self.order)
 
-    def documents(self, step: int, accelerator: Accelerator, batch_size: int) -> list[str]:
+    def documents(self, step: int, groups: SequenceGroups, batch_size: int) -> list[str]:
         """The documents that this process reads in update `step` of the data."""
-        mine = share_of(self.order[step], accelerator.process_index, accelerator.num_processes, batch_size)
+        mine = share_of(self.order[step], groups.group, groups.groups, batch_size)
         return [name for index in mine.ravel().tolist() for name in self.train_sequences.documents(index)]
 
 

@@ -136,7 +136,7 @@ class Trainer:
         loss, norm = self._update(micro_batches)
         seconds = time.perf_counter() - started
         tokens = self.plan.order.global_batch * self.plan.train_sequences.length
-        self.throughput.add(micro_batches, tokens, seconds)
+        self.throughput.add(micro_batches if self.engine.groups.is_first else [], tokens, seconds)
         self.progress.add(loss, tokens, seconds)
         return loss, norm
 
@@ -177,6 +177,7 @@ class Trainer:
             This process's share of the loss and of the targets, `[2]`.
         """
         device = self.accelerator.device
+        batches = [self.engine.groups.part(batch) for batch in batches]
         counts = [self.plan.objective.count(batch) for batch in batches]
         targets = self.accelerator.reduce(torch.tensor(sum(counts), device=device), reduction="sum")
         options = {
@@ -207,7 +208,7 @@ class Trainer:
         progress, choice, most = self.progress, self.arguments.on_bad_update, self.arguments.max_bad_updates
         layer = guard.find_layer(self.module, self._forward, batches, self.engine.gradient)
         self.engine.end_scoring(self.model)
-        documents = self.plan.documents(progress.data_step, self.accelerator, self.arguments.batch_size)
+        documents = self.plan.documents(progress.data_step, self.engine.groups, self.arguments.batch_size)
         facts = {"step": progress.step + 1, "reason": fault, "layer": layer, "documents": documents}
         kept = self.run.incidents / guard.incident_name(progress)
         on_all(self.run.path, lambda: guard.keep_batch(kept, facts, batches, self.accelerator.process_index))
@@ -252,8 +253,8 @@ class Trainer:
 
     def _forward(self, batch: Batch) -> Tensor:
         """The loss `[]` of a batch of `[B, T]` without carried memory."""
-        options = loss_options(self.module)
-        return self.model(**send_to_device(batch, self.accelerator.device), **options, use_cache=False).loss
+        options, part = loss_options(self.module), self.engine.groups.part(batch)
+        return self.model(**send_to_device(part, self.accelerator.device), **options, use_cache=False).loss
 
     def _log_training(self, norm: float) -> None:
         """Writes a line of training metrics: mean loss since the last one, learning rates, gradient norm and speed."""
@@ -299,7 +300,8 @@ class Trainer:
     def _log_health(self) -> None:
         """Writes `measure_health` of the first held-out sequence to the metrics, if the model composes heads."""
         self.module.eval()  # dropout would change what is measured, and the random numbers of the updates after it
-        health = measure_health(self.module, self._forward, self._held_out()[0, 0])
+        with self.engine.groups.whole(self.module):
+            health = measure_health(self.module, self._forward, self._held_out()[0, 0])
         self.engine.end_scoring(self.module)
         self.module.train()
         if health:
@@ -337,10 +339,12 @@ class Trainer:
     def _loader(self) -> DataLoader[Batch]:
         """The batches `[B, T]` of this process in all remaining updates."""
         steps = range(self.progress.data_step, self.plan.schedule.max_steps + self.progress.skipped)
-        process, processes = self.accelerator.process_index, self.accelerator.num_processes
+        groups = self.engine.groups
         return DataLoader(
             Examples(self.plan.train_sequences, self.plan.objective, self.plan.positions),
-            batch_sampler=ProcessBatches(self.plan.order, steps, self.arguments.batch_size, process, processes),
+            batch_sampler=ProcessBatches(
+                self.plan.order, steps, self.arguments.batch_size, groups.group, groups.groups
+            ),
             num_workers=self.arguments.dataloader_workers,
             pin_memory=self.accelerator.device.type == "cuda",
             worker_init_fn=ignore_signals,

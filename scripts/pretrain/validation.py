@@ -63,16 +63,17 @@ def validate(
     one = torch.ones((), device=accelerator.device)
     options = {"num_items_in_batch": one, **loss_options(unwrapped)}
     nats, targets = 0.0, 0
-    share = list(sequences.share(accelerator.process_index, accelerator.num_processes, batch_size))
+    groups = engine.groups
+    share = list(sequences.share(groups.group, groups.groups, batch_size))
     rounds = max(gather_object([len(share)])) if engine.is_collective else len(share)
     for indices in share:
-        batch = default_collate([examples[index, index] for index in indices])
+        batch = groups.part(default_collate([examples[index, index] for index in indices]))
         targets += (count := objective.count(batch))
         placed = send_to_device(batch, accelerator.device, non_blocking=True)
         nats += share_of_loss(unwrapped, memory.loss(scorer, {**placed, **options}), count, one).item()
     # A collective engine needs all processes in each forward pass, so those with fewer batches repeat one.
     for _ in range(len(share), rounds):
-        batch = send_to_device(default_collate([examples[0, 0]]), accelerator.device)
+        batch = send_to_device(groups.part(default_collate([examples[0, 0]])), accelerator.device)
         memory.empty_copy().loss(scorer, {**batch, **options})
     engine.end_scoring(unwrapped)
     unwrapped.train(was_training)

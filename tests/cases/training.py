@@ -1,13 +1,11 @@
 """Small pretraining runs: their text, runs that are killed, loss curves, and runs in processes of their own."""
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
-import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from dynattn.scripts.pretrain.results import RATES
 from dynattn.scripts.pretrain.trainer import Trainer
 
 from .checkpoints import assert_same_weights, weights_of
-from .processes import free_port, torchrun_environment
+from .processes import in_processes
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
 LLAMA = {
@@ -206,31 +204,9 @@ def run_forked(processes: int, output: Path, corpus: Path, **changes: Any) -> No
     Raises:
         AssertionError: one of them fails; the message holds what it printed.
     """
-    port = free_port()
-    fork = multiprocessing.get_context("fork")
-    errors = [output.with_name(f"{output.name}-{rank}.txt") for rank in range(processes)]
-    members = []
-    for rank, error in enumerate(errors):
-        environment = {**torchrun_environment(rank, processes, port), "ACCELERATE_USE_CPU": "true"}
-        members.append(fork.Process(target=_run_as, args=(environment, error, output, corpus, changes)))
-    for member in members:
-        member.start()
-    for member in members:
-        member.join(120)
-        member.kill()  # It may wait for one that failed. Daemons would not need this, but may have no children.
-        member.join()
-    told = "\n".join(error.read_text() for error in errors)
-    assert [member.exitcode for member in members] == [0] * processes, told
 
+    def work() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        run(output, corpus, **changes)
 
-def _run_as(environment: dict[str, str], error: Path, output: Path, corpus: Path, changes: dict[str, Any]) -> None:
-    """`run` as the process that the variables of the environment describe; what it prints goes into a file."""
-    os.environ.update(environment)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    with error.open("w") as file, redirect_stderr(file), redirect_stdout(file):
-        try:
-            run(output, corpus, **changes)
-        except BaseException:
-            traceback.print_exc()
-            file.flush()
-            os._exit(1)
+    in_processes([output.with_name(f"{output.name}-{rank}.txt") for rank in range(processes)], work)

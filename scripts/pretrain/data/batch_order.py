@@ -158,7 +158,7 @@ def apportion(weights: Sequence[float], places: int) -> NDArray[np.int64]:
 
 
 class ProcessBatches(Sampler[list[tuple[int, int]]]):
-    """The batches that one process reads in its forward passes, in order, for a range of updates.
+    """The batches that one process, or a group that shares sequences, reads in its forward passes, for some updates.
 
     A sequence is given as `(index, place)`. The place in the order is another one each time that a sequence is read, so
     random masks and positions can differ each time.

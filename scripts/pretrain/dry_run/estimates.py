@@ -9,11 +9,12 @@ from ...common.errors import UserError
 from ...common.flops import ModelFlops
 from ..arguments import PretrainArguments
 from ..engines.choice import check_zero, obstacle_to_zero
+from ..engines.sequence_groups import divide_sequences
 from ..model import checkpoint_activations_if_asked, count_parameters, plan_config
 from ..optimizer import moment_bytes
 from ..options.sweep import Sweep
 from .hardware import Gpu, parse_cluster
-from .memory import EngineMemory, engine_memory, rehearse
+from .memory import EngineMemory, ImaginedGroup, engine_memory, rehearse
 
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "fsdp2")
 # Measured in model_cards/records/benchmark-gpu/h100/training-405m (16 heads x 64, 2,048 tokens, without torch.compile):
@@ -44,13 +45,15 @@ class Estimate:
         """Counts FLOPs, runs an update on tensors without contents to measure its memory, and estimates the speed."""
         engines = possible_engines(arguments, count)
         config, bf16 = plan_config(arguments), arguments.mixed_precision == "bf16"
-        model, length = _shapes_of(config), arguments.sequence_length
+        model, length, sharing = _shapes_of(config), arguments.sequence_length, arguments.context_processes
+        if count % sharing:
+            raise UserError(f"context_processes={sharing} does not divide the {count} GPUs; give a divisor")
         plain = plain_flops(config, length)
         rehearsal = rehearse(
             lambda layers: _build(with_layers(config, layers), arguments),
             config.num_hidden_layers,
             arguments.batch_size,
-            length,
+            length // sharing,
             bf16=bf16,
             workspace=chunk_bytes(config, length),
             period=period_of(config),
@@ -65,7 +68,8 @@ class Estimate:
         }
         self.precision = "bfloat16" if bf16 else "float32"
         self.tokens_per_second = rate / (RECORDED_RATIO if composes(config) else 1.0)
-        self.tokens_per_update = arguments.batch_size * arguments.gradient_accumulation_steps * count * length
+        batch = arguments.batch_size * arguments.gradient_accumulation_steps * (count // sharing)
+        self.tokens_per_update = batch * length
         self.updates = arguments.max_steps
         self.runs = 1 if arguments.sweep is None else len(Sweep.parse(arguments.sweep).values)
 
@@ -154,6 +158,8 @@ def _shapes_of(config: PreTrainedConfig) -> PreTrainedModel:
 
 def _build(config: PreTrainedConfig, arguments: PretrainArguments) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if arguments.context_processes > 1:
+        divide_sequences(model, ImaginedGroup(arguments.context_processes), [arguments.sequence_length])
     checkpoint_activations_if_asked(model, arguments)
     return model
 

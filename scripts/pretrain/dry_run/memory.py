@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from dynattn.modeling.common.decoder_heads import CausalLMHead
+from dynattn.modeling.layers.context_parallel import ContextParallel
 from dynattn.modeling.ops.chunked_loss import CHUNK_TOKENS, chunked_causal_loss
 
 from ..engines.interface import BUCKET_ELEMENTS
@@ -64,6 +65,17 @@ class StorageTracker(TorchDispatchMode):
 
     def _release(self, size: int) -> None:
         self.live -= size
+
+
+class ImaginedGroup(ContextParallel):
+    """A group of processes that share sequences, of which only the first exists and the others have the same part."""
+
+    def __init__(self, processes: int) -> None:
+        self.processes, self.process = processes, 0
+
+    def gather(self, part: Tensor, dim: int = 1) -> Tensor:
+        """As many copies of `part` as there are processes."""
+        return torch.cat([part] * self.processes, dim)
 
 
 class Peaks(NamedTuple):

@@ -10,6 +10,7 @@ from ...common.errors import UserError, first_line
 from ..arguments import PretrainArguments
 from .fsdp import FSDPEngine
 from .interface import Engine
+from .sequence_groups import SequenceGroups
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,13 @@ def build_engine(arguments: PretrainArguments, accelerator: Accelerator, launche
     Raises:
         UserError: the arguments contradict the launcher, or the processes cannot be divided as asked for.
     """
+    engine = choose_engine(arguments, accelerator, launched)
+    engine.groups = SequenceGroups(accelerator, arguments.context_processes)
+    return engine
+
+
+def choose_engine(arguments: PretrainArguments, accelerator: Accelerator, launched: str | None) -> Engine:
+    """As `build_engine`, before processes are grouped."""
     check_launcher(arguments, os.environ)
     name = arguments.engine or launched or "ddp"
     if launched not in (None, name):

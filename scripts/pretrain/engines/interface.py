@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..outputs.training_state import load_tensors, training_tensors
 from ..weight_average import WeightAverage
+from .sequence_groups import SequenceGroups
 
 OptimizerBuilder = Callable[[nn.Module], Optimizer]
 
@@ -27,6 +28,7 @@ class Engine:
 
     Attributes:
         name: the engine's value of `--engine`.
+        groups: the processes that share sequences.
         cuda_graphs: whether a compiled model replays CUDA graphs.
         is_collective: whether a forward pass needs all processes at the same time.
         takes_weights_of_first: whether `prepare` copies the first process's weights to all others, which may then build
@@ -40,6 +42,7 @@ class Engine:
 
     def __init__(self, name: str, accelerator: Accelerator, *, cuda_graphs: bool = False) -> None:
         self.name, self.accelerator, self.cuda_graphs = name, accelerator, cuda_graphs
+        self.groups = SequenceGroups(accelerator)
 
     def prepare(
         self, model: PreTrainedModel, build: OptimizerBuilder, *, compiled: bool
@@ -111,4 +114,5 @@ class Engine:
         """Processes, engine and sharding in one line."""
         accelerator = self.accelerator
         processes = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
-        return f"engine: {self.name}, {processes} on {accelerator.device.type}, {self.sharding()}"
+        parts = f", sequences in {self.groups.size} parts" if self.groups.size > 1 else ""
+        return f"engine: {self.name}, {processes} on {accelerator.device.type}, {self.sharding()}{parts}"

@@ -21,6 +21,11 @@ class RunningOptions:
         "is configured for, or ddp",
     )
     shard_processes: int | None = option(None, "hsdp: processes that share a replica; by default those of one machine")
+    context_processes: int = option(
+        1,
+        "processes that share the tokens of each sequence, for sequences that are too long for one (context "
+        "parallelism); batch_size is then that of these processes together",
+    )
     gradient_checkpointing: bool = option(
         False, "save memory: recompute each layer in the backward pass, except the output of its attention"
     )

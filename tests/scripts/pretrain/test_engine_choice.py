@@ -25,7 +25,7 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
 
 def processes(number: int) -> Accelerator:
-    return cast("Accelerator", SimpleNamespace(num_processes=number, device=torch.device("cpu")))
+    return cast("Accelerator", SimpleNamespace(num_processes=number, process_index=0, device=torch.device("cpu")))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_what_deepspeed_cannot_do_is_refused_by_name(option: str, value: Any, tm
 
 
 def test_cuda_graphs_are_of_weights_that_stay_where_they_are(tmp_path: Path):
-    on_gpu = cast("Accelerator", SimpleNamespace(num_processes=2, device=torch.device("cuda")))
+    on_gpu = cast("Accelerator", SimpleNamespace(num_processes=2, process_index=0, device=torch.device("cuda")))
     graphs = {"compile": True, "cuda_graphs": True}
     assert build_engine(arguments(tmp_path, tmp_path, **graphs), on_gpu, None).cuda_graphs
     with pytest.raises(UserError, match="engine=fsdp2 moves them; leave cuda_graphs out, or use ddp"):

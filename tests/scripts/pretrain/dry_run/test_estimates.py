@@ -204,6 +204,29 @@ def test_the_command_prints_and_writes_nothing(tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "run").exists()
 
 
+def test_gpus_that_share_sequences_need_less_memory_and_make_smaller_updates():
+    alone, shared = (
+        Estimate(parse("tiny.yaml", "--output", "x", "--context_processes", count), *parse_cluster("h100:4"))
+        for count in ("1", "4")
+    )
+    assert alone.tokens_per_update == 4 * shared.tokens_per_update
+    assert 0.25 < shared.memory["fsdp2"].activations / alone.memory["fsdp2"].activations < 0.5
+    assert shared.memory["fsdp2"].weights == alone.memory["fsdp2"].weights
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--context_processes", "3"], "context_processes=3 does not divide the 4 GPUs"),
+        (["--context_processes", "4", "--sequence_length", "100"], "cut sequences into 8 chunks, and 100 tokens"),
+        (["--context_processes", "2", "--model_type", "rcmha", "--model_size", "tiny"], "and this is a rcmha"),
+    ],
+)
+def test_gpus_that_cannot_share_sequences_are_refused(options: list[str], message: str):
+    with pytest.raises(UserError, match=message):
+        Estimate(parse("tiny.yaml", "--output", "x", *options), *parse_cluster("h100:4"))
+
+
 def test_models_whose_operations_are_not_known_are_refused():
     with pytest.raises(UserError, match="a dry run counts operations, but operations of 'gpt2' are not known"):
         dry_run(PretrainArguments(output="x", model_type="gpt2"))
