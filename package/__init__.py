@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     from dynattn.modeling.generation.prepacking import prepack
     from dynattn.modeling.inspection.map_hooks import add_map_hooks, remove_map_hooks
     from dynattn.modeling.layers.attention_interface import register_implementation
-    from dynattn.modeling.layers.context_parallel import ContextParallel
     from dynattn.modeling.modeling_dcbart import DCBartForConditionalGeneration, DCBartModel
     from dynattn.modeling.modeling_dcformer import (
         DCFormerForCausalLM,
@@ -63,6 +62,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     from dynattn.modeling.ops.relative.attention import relative_attention
     from dynattn.modeling.other_models.compose_heads import compose_heads_of, with_composed_heads
     from dynattn.modeling.other_models.multihead_attention import ComposedMultiheadAttention
+    from dynattn.modeling.parallel.context_parallel import ContextParallel
 
 __version__ = "0.1.0"
 
@@ -124,7 +124,7 @@ _MODULES = {
     "AttentionMaps": "dynattn.modeling.ops.dcmha.eager",
     "ComposedMultiheadAttention": "dynattn.modeling.other_models.multihead_attention",
     "Composition": "dynattn.modeling.ops.dcmha.composition",
-    "ContextParallel": "dynattn.modeling.layers.context_parallel",
+    "ContextParallel": "dynattn.modeling.parallel.context_parallel",
     "add_map_hooks": "dynattn.modeling.inspection.map_hooks",
     "compose_heads_of": "dynattn.modeling.other_models.compose_heads",
     "with_composed_heads": "dynattn.modeling.other_models.compose_heads",

@@ -3,15 +3,12 @@
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..caches.composed_cache import upgrade_to_composed_cache
 from ..caches.key_places import first_query_offset, key_count
 from ..layers.attention_interface import registered_implementations
-from ..layers.composed_attention import ComposedAttention
-from ..layers.context_parallel import ContextParallel
 from ..ops.distance_tables import DistanceTables
 from ..positions.absolute import make_absolute
 from ..positions.alibi import alibi_bias
@@ -20,33 +17,12 @@ from ..positions.learned_tables import DistanceTable, learned_bias, learned_gain
 from ..positions.rotary import rotaries_by_layer_type, rotary_of
 from .composed_model import ComposedPreTrainedModel
 from .decoder import DecoderBody
-from .decoder_heads import CausalLMHead
 from .decoder_inputs import DecoderArguments, DecoderInputs, new_token_mask
-from .input_checks import check_tokens, is_complete_mask
-from .packed_documents import packed_starts
+from .input_checks import is_complete_mask
 
 
 class ComposedDecoderPreTrainedModel(ComposedPreTrainedModel):
-    """Divides sequences among processes, and answers what serving engines ask of a decoder."""
-
-    def set_context_parallel(self, context: ContextParallel | None) -> None:
-        """From now on the processes of `context` share the tokens of each sequence; None ends that.
-
-        Each process then gives the model its part of all that belongs to tokens, which `context.take` cuts out of whole
-        sequences: `input_ids`, `position_ids`, `labels`, and `shift_labels`, the labels that were shifted before. It
-        gets hidden states, logits and loss of this part. There is no cache.
-
-        Raises:
-            ValueError: the model has a head that reads whole sequences, or the position scheme is CARoPE, whose phases
-                are sums over all earlier tokens.
-        """
-        if context is not None and not isinstance(self, CausalLMHead | ComposedDecoderBody):
-            raise ValueError(f"{type(self).__name__} reads whole sequences; context parallelism is for causal LM alone")
-        if context is not None and "carope" in self.config.schemes:
-            raise ValueError("position_scheme='carope' reads all earlier tokens; context parallelism needs another one")
-        for module in self.modules():
-            if isinstance(module, ComposedAttention | ComposedDecoderBody):
-                module.context_parallel = context
+    """Answers what serving engines ask of a decoder."""
 
     @property
     def supports_paged_cache(self) -> bool:
@@ -79,27 +55,6 @@ class ComposedDecoderBody(DecoderBody):
         self.embed_positions = make_absolute(self.config)
         self.position_bias, self.position_gain = learned_bias(self.config), learned_gain(self.config)
 
-    def prepare_inputs(self, given: DecoderArguments) -> DecoderInputs:
-        """As the base; with context parallelism for a part of the tokens of whole sequences."""
-        if (context := self.context_parallel) is None:
-            return super().prepare_inputs(given)
-        check_tokens(given.input_ids, given.inputs_embeds)
-        refuse_other_tokens(given)
-        if given.position_ids is None:
-            tokens: Any = given.input_ids if given.inputs_embeds is None else given.inputs_embeds
-            places = torch.arange(tokens.shape[1] * context.processes, device=tokens.device)
-            given = given._replace(position_ids=context.take(places[None]))
-        return super().prepare_inputs(given._replace(use_cache=False))
-
-    def document_starts(self, given: DecoderArguments, inputs_embeds: Tensor) -> Tensor | None:
-        """As the base; with context parallelism `[B, T]` for a part of the tokens, as indices in whole sequences."""
-        if (context := self.context_parallel) is None:
-            return super().document_starts(given, inputs_embeds)
-        assert given.position_ids is not None  # `prepare_inputs` fills them in
-        positions = context.gather(given.position_ids)
-        starts = packed_starts(positions, torch.Size((len(inputs_embeds), positions.shape[1])))
-        return None if starts is None else context.take(starts)
-
     def prepare_cache(self, cache: Cache) -> None:
         """Makes `cache`, in place, also keep key-side composition factors and phases of CARoPE, if there are any."""
         if self.config.composes_keys:
@@ -112,11 +67,8 @@ class ComposedDecoderBody(DecoderBody):
     ) -> dict[str, Tensor | None]:
         """As the base, but without `starts` where only this package's ops can attend: they get them as `first_keys`.
 
-        A mask that keeps documents apart would have an element for each pair of tokens. With context parallelism there
-        are no masks at all.
+        A mask that keeps documents apart would have an element for each pair of tokens.
         """
-        if self.context_parallel is not None:
-            return dict.fromkeys(self.config.layer_types)
         return super().make_masks(given, inputs_embeds, None if self.config.needs_own_ops else starts)
 
     def layer_inputs(self, given: DecoderArguments, inputs: DecoderInputs) -> tuple[Tensor, dict[str, dict[str, Any]]]:
@@ -154,10 +106,9 @@ class ComposedDecoderBody(DecoderBody):
         """The tables of each layer type: a row for each distance from 0, and the place of the first new token."""
         config, cache, embeddings = self.config, inputs.past_key_values, inputs.inputs_embeds
         length = embeddings.shape[1]
-        if self.context_parallel is not None:
-            length *= self.context_parallel.processes
         first_of_type = {layer_type: config.layer_types.index(layer_type) for layer_type in set(config.layer_types)}
-        count_keys = partial(key_count, cache, length=length) if given.paged is None else given.paged.key_count
+        source = given.key_source
+        count_keys = partial(key_count, cache, length=length) if source is None else source.key_count
         keys = max(map(count_keys, first_of_type.values()))
         gain = None if self.position_gain is None else self.position_gain(keys)
         biases: dict[str, Tensor] = {}
@@ -171,16 +122,3 @@ class ComposedDecoderBody(DecoderBody):
             compose_bias = config.compose_position_bias and bias is not None
             tables[layer_type] = DistanceTables(bias, gain, first_query_offset(cache, layer, length), compose_bias)
         return tables
-
-
-def refuse_other_tokens(given: DecoderArguments) -> None:
-    """Raises ValueError if arguments of a call with context parallelism are of other tokens than this process's part.
-
-    These are masks, caches and borders of documents, which belong to whole sequences.
-    """
-    names = ("attention_mask", "past_key_values", "cu_seq_lens", "paged")
-    if present := [name for name in names if getattr(given, name) is not None]:
-        raise ValueError(
-            f"{present} cannot be given while processes share each sequence: mark packed documents by position_ids, "
-            "pad behind the text, and call set_context_parallel(None) before you generate"
-        )

@@ -13,7 +13,6 @@ from transformers.utils.output_capturing import capture_outputs
 from ..caches.key_places import past_tokens_within
 from ..caches.names import named_cache, takes_either_name
 from ..layers.attention_interface import implementation_for
-from ..layers.context_parallel import ContextParallel
 from ..positions.absolute import check_learned_positions
 from ..positions.learned_tables import refuse_reentrant_checkpointing
 from ..serving.requirements import check_paged_cache
@@ -43,7 +42,6 @@ class DecoderBody:
     embed_positions: nn.Module | None
     layers: nn.ModuleList
     norm: nn.Module
-    context_parallel: ContextParallel | None = None  # set by `set_context_parallel`, which only some families have
 
     @takes_either_name
     @merge_with_config_defaults
@@ -65,7 +63,7 @@ class DecoderBody:
         """
         if kwargs.get("cache") is not None:
             check_paged_cache(self, raw=True)
-        elif kwargs.get("paged") is None:  # serving engines make masks of their own, and say so by `is_causal=False`
+        elif kwargs.get("key_source") is None:  # engines make masks of their own, and say so by `is_causal=False`
             refuse_later_tokens(kwargs)
         given = DecoderArguments(
             input_ids,
@@ -75,7 +73,7 @@ class DecoderBody:
             inputs_embeds,
             use_cache,
             borders_of(kwargs),
-            kwargs.get("paged"),
+            kwargs.get("key_source"),
         )
         inputs = self.prepare_inputs(given)
         hidden_states, layer_arguments = self.layer_inputs(given, inputs)
@@ -110,7 +108,7 @@ class DecoderBody:
         check_tokens(given.input_ids, given.inputs_embeds)
         inputs_embeds = self.embed_tokens(given.input_ids) if given.inputs_embeds is None else given.inputs_embeds
         check_arguments(given, inputs_embeds)
-        starts = self.document_starts(given, inputs_embeds)
+        starts = packed_document_starts(given, inputs_embeds)
         if given.cu_seq_lens is not None:
             given = given._replace(attention_mask=mask_beside_borders(given.attention_mask))
         check_batch(inputs_embeds.shape[0], cache)
@@ -143,10 +141,6 @@ class DecoderBody:
             past_tokens = past_tokens_within(inputs.past_key_values, length, limit)
             check_learned_positions(length, past_tokens, inputs.position_ids, limit)
         return embeddings + self.embed_positions(inputs.position_ids).to(embeddings.dtype)
-
-    def document_starts(self, given: DecoderArguments, inputs_embeds: Tensor) -> Tensor | None:
-        """As `packed_document_starts`."""
-        return packed_document_starts(given, inputs_embeds)
 
     def prepare_cache(self, cache: Cache) -> None:
         """Makes `cache`, in place, keep what the family's layers need besides keys and values; here nothing."""

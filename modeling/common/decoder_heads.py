@@ -108,11 +108,6 @@ class CausalLMHead(BatchedGeneration):
             use_cache=use_cache,
             **kwargs,
         )
-        if self.model.context_parallel is not None and labels is not None and kwargs.get("shift_labels") is None:
-            raise ValueError(
-                "the token after a chunk is in another process's part, so labels cannot be shifted here; give "
-                "shift_labels, the part of labels that were shifted before"
-            )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_states = outputs.last_hidden_state[:, kept]
         in_chunks = skip_logits and self.loss_function is ForCausalLMLoss and is_plain_linear(self.lm_head)

@@ -27,7 +27,8 @@ class DecoderArguments(NamedTuple):
         use_cache: whether to return the cache, and to make one where none is given.
         cu_seq_lens: `[documents + 1]`, borders of the documents packed into a single row. `position_ids` then mark no
             documents and by default restart at each border, and a mask `[B, S]` must not hide anything.
-        paged: a serving engine's `PagedAttention`, which reads and writes the cache of earlier tokens.
+        key_source: what attends to keys that are not in the call: a serving engine's `PagedAttention`, or the
+            `SharedAttention` of processes that share sequences.
     """
 
     input_ids: Tensor | None
@@ -37,7 +38,7 @@ class DecoderArguments(NamedTuple):
     inputs_embeds: Tensor | None
     use_cache: bool | None
     cu_seq_lens: Tensor | None = None
-    paged: Any = None
+    key_source: Any = None
 
 
 class DecoderInputs(NamedTuple):
@@ -75,7 +76,7 @@ def packed_document_starts(given: DecoderArguments, inputs_embeds: Tensor) -> Te
     """Index of the first token of each token's document, `[B, T]`; None where every row is one document.
 
     Positions are not searched for documents where a mask `[B, S]` is given, since they repeat in padding, nor where
-    tokens are cached, since they continue a document.
+    tokens are cached, since they continue a document, nor where a `key_source` knows what tokens see.
 
     Raises:
         ValueError: `cu_seq_lens` do not fit, or come with cached tokens, of which they say nothing.
@@ -89,6 +90,8 @@ def packed_document_starts(given: DecoderArguments, inputs_embeds: Tensor) -> Te
         return starts_by_borders(given.cu_seq_lens, inputs_embeds)
     positions = given.position_ids
     if positions is None or positions.shape[-1] == 1 or tells_padding(given.attention_mask):
+        return None
+    if given.key_source is not None:
         return None
     if not is_empty(given.past_key_values):  # asked last, because its length may have to be read from a device
         return None

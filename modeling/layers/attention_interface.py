@@ -89,7 +89,7 @@ def attention_function(attend: Attention) -> Attention:
         pre: Composition | None = None,
         post: Composition | None = None,
         first_keys: Tensor | None = None,
-        paged: Any = None,
+        key_source: Any = None,
         dropout: float = 0.0,
         tables: DistanceTables = NO_TABLES,
         is_causal: bool | None = None,
@@ -97,8 +97,9 @@ def attention_function(attend: Attention) -> Attention:
     ) -> tuple[Tensor, Tensor | None]:
         """Shapes as in `attention_function`: output `[B, T, H, D]`, attention maps `[B, H, T, S]`.
 
-        A serving engine passes `paged`, a `PagedAttention`, which holds the cache and calls `attend` with it. Models of
-        Transformers may pass `is_causal`, which comes before the attribute of the module.
+        A `key_source` has keys that are not in the call, and calls `attend` with them: a serving engine's
+        `PagedAttention`, or the `SharedAttention` of processes that share sequences. Models of Transformers may pass
+        `is_causal`, which comes before the attribute of the module.
 
         Raises:
             ValueError: the arguments do not fit each other, `dropout` is not 0, there are `FOREIGN_TERMS`, or without a
@@ -106,9 +107,9 @@ def attention_function(attend: Attention) -> Attention:
         """
         _refuse_dropout(dropout)
         _refuse_foreign_terms(unread)
-        if paged is not None:
-            layer = module.layer_idx
-            return paged.attend(layer, query, key, value, pre, post, scaling, sliding_window, attend, tables), None
+        if key_source is not None:
+            given = (module.layer_idx, query, key, value, pre, post, scaling, sliding_window, attend, tables)
+            return key_source.attend(*given), None
         masking = mask_arguments(attention_mask, sliding_window, _is_causal(module, is_causal, query, attention_mask))
         mask = masking["attention_mask"]
         others: Any = {"pre": pre, "post": post, "scaling": scaling, "first_keys": first_keys, "tables": tables}
@@ -276,7 +277,7 @@ def own_attention_function(name: str) -> Attention:
     """
     if name not in IMPLEMENTATIONS:
         raise ValueError(
-            f"attn_implementation={name!r} cannot attend to the keys of other processes; use one of "
+            f"attn_implementation={name!r} cannot attend to keys that are not in the call; use one of "
             f"{sorted(IMPLEMENTATIONS)}"
         )
     return attention_function(IMPLEMENTATIONS[name])

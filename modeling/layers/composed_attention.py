@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -15,7 +14,6 @@ from ..ops.modes import autocast
 from ..positions.carope import ContentRotary, last_phases, pack_phases
 from ..positions.rotary import rotate, rotates_layer
 from .attention_interface import attention_function_of, own_attention_function
-from .context_parallel import ContextParallel
 from .differential_heads import DifferentialHeads
 from .head_composition import PackedFactors, make_generators
 from .rms_norm import JointRMSNorm, RMSNorm
@@ -68,7 +66,6 @@ class ComposedAttention(nn.Module):
         subtracts = config.differential_heads and self.composition is not None
         self.differential = DifferentialHeads(config, layer_idx) if subtracts else None
         self.map_hooks: Any = None  # the place for the module of `add_map_hooks`
-        self.context_parallel: ContextParallel | None = None  # set by `set_context_parallel`
 
     def forward(
         self,
@@ -113,8 +110,7 @@ class ComposedAttention(nn.Module):
             key = key[..., : self.head_dim]
             if layers_write_paged_cache(kwargs):
                 key, value = kwargs.pop("cache").update(key, value, self.layer_idx, kwargs=kwargs)
-        attend = self._attend if self.context_parallel is None else self._attend_to_all
-        output, weights = attend(query, key, value, attention_mask, factors, implementation, **kwargs)
+        output, weights = self._attend(query, key, value, attention_mask, factors, implementation, **kwargs)
         if self.differential is not None:
             output = self.differential.normalize(output)
         return self.o_proj(output.flatten(2)), weights
@@ -131,7 +127,7 @@ class ComposedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The attention function's output `[B, T, H, D]` and maps; see `forward` for its arguments and errors."""
         name = implementation or self.config._attn_implementation
-        find = attention_function_of if self.context_parallel is None else own_attention_function
+        find = attention_function_of if kwargs.get("key_source") is None else own_attention_function
         attend = find(name) if self.map_hooks is None else self.map_hooks.attend
         stages: dict[str, Composition | None] = {}
         if self.composition is not None:
@@ -150,45 +146,12 @@ class ComposedAttention(nn.Module):
             **stages,
             **kwargs,
         )
-        if weights is None and kwargs.get("output_attentions") and kwargs.get("paged") is None:
+        if weights is None and kwargs.get("output_attentions") and kwargs.get("key_source") is None:
             raise ValueError(
                 f"attn_implementation={name!r} returned no attention maps; leave output_attentions out, or use "
                 "attn_implementation='eager'"
             )
         return output, weights
-
-    def _attend_to_all(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        factors: PackedFactors,
-        implementation: str | None,
-        first_keys: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        """As `_attend`, for the tokens of this process, which attend to the keys of all processes.
-
-        Args:
-            attention_mask: None; a model whose processes share sequences takes no mask.
-
-        Raises:
-            ValueError: attention maps are asked for.
-        """
-        if kwargs.get("output_attentions"):
-            raise ValueError("no process has whole attention maps while they share sequences; leave output_attentions")
-        context: Any = self.context_parallel
-        key, value = (context.gather(tensor, dim=2) for tensor in autocast(key, value))
-        if (key_factors := factors.keys) is not None:
-            factors = factors.with_keys(context.gather(key_factors, dim=2), self.config.compose_stages)
-        outputs = []
-        for chunk, end in context.chunks(query.shape[2]):
-            starts = None if first_keys is None else first_keys[:, chunk]
-            seen = key[:, :, :end], value[:, :, :end], attention_mask, factors.narrow(chunk, slice(end))
-            output, _ = self._attend(query[:, :, chunk], *seen, implementation, first_keys=starts, **kwargs)
-            outputs.append(output)
-        return torch.cat(outputs, dim=1), None
 
     def project(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
@@ -254,7 +217,7 @@ class ComposedAttention(nn.Module):
         else:
             key, value, factors = self._update_cache(*self._project_source(source, factors), cache)
             past_key_values.is_updated[self.layer_idx] = True
-        return key[:, :, :length], value[:, :, :length], factors.narrow(slice(None), slice(length))
+        return key[:, :, :length], value[:, :, :length], factors.up_to(length)
 
     def _project_source(self, source: Tensor, factors: PackedFactors) -> tuple[Tensor, Tensor, PackedFactors]:
         """What `_read_source` returns without a cache."""

@@ -42,11 +42,10 @@ class PackedFactors(NamedTuple):
         """Returns the same factors with the key side of `other`, which was generated from other tokens."""
         return self._replace(pre_key=other.pre_key, post_key=other.post_key)
 
-    def narrow(self, queries: slice, keys: slice) -> "PackedFactors":
-        """Returns the factors of some queries and some keys, as views."""
-        spans = {"query": queries, "key": keys}
-        present = {name: terms for name, terms in self._asdict().items() if terms is not None and name != "static"}
-        return self._replace(**{name: terms[:, spans[name.split("_")[1]]] for name, terms in present.items()})
+    def up_to(self, length: int) -> "PackedFactors":
+        """Returns the same factors with the first `length` tokens of the key side."""
+        pre, post = (None if terms is None else terms[:, :length] for terms in (self.pre_key, self.post_key))
+        return self._replace(pre_key=pre, post_key=post)
 
 
 class DynamicComposition(nn.Module):

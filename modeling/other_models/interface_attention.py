@@ -145,7 +145,7 @@ class ComposedInterfaceAttention(SideGenerators):
         key_terms = factors.pre_key if factors.post_key is None else factors.post_key
         if self.composes_keys and (key_terms is None or key_terms.shape[1] != keys):
             raise self._refusal("attends to keys that it did not project, or whose factors are in no cache")
-        return self.composition.assemble(factors.narrow(slice(None), slice(visible)))
+        return self.composition.assemble(factors.up_to(visible))
 
     def _refusal(self, what: str, *, even_without_keys: bool = False) -> ValueError:
         """The error for `what` the module does.
@@ -210,12 +210,14 @@ def attend_with_composed_heads(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    key_source: Any = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """A function of Transformers' attention interface, for modules that `compose_heads_of` has changed.
 
-    As Transformers' function for SDPA does, it takes windows from the mask alone. Where a serving engine keeps the keys
-    (see `attending_to_pages`), no mask is read, and windows are what the module passes as `sliding_window`.
+    As Transformers' function for SDPA does, it takes windows from the mask alone. With a `key_source` (as in
+    `attention_function`, or in the thread, see `attending_to_pages`) no mask is read, and windows are what the module
+    passes as `sliding_window`.
 
     Args:
         query, key, value: `[B, H, T, D]`, `[B, H_kv, S, D]` and `[B, H_kv, S, D_v]`.
@@ -231,12 +233,16 @@ def attend_with_composed_heads(
     """
     if not isinstance(module, ComposedInterfaceAttention):
         raise ValueError(f"attn_implementation={NAME!r} is for modules that compose_heads_of(model) has changed")
-    if (paged := CURRENT.paged) is not None:
-        attention_mask = None  # `paged` knows what each token sees
+    key_source = CURRENT.paged if key_source is None else key_source
+    if key_source is not None:
+        attention_mask = None  # the source knows what each token sees
     _refuse_options(module, options, dropout, attention_mask)
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if paged is not None and (position_bias is not None or not is_causal):
-        raise ValueError("a paged cache serves no position bias, and no attention to later tokens; use generate()")
+    if key_source is not None and (position_bias is not None or not is_causal):
+        raise ValueError(
+            "keys in pages or of other processes cannot have a position bias, nor be seen by earlier tokens; use "
+            "generate(), or whole sequences"
+        )
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1 and not module.has_complete_masks
     keys, width = key.shape[2], query.shape[3]
     if is_causal:
@@ -246,8 +252,9 @@ def attend_with_composed_heads(
     mask = _joined_mask(attention_mask, position_bias, is_causal, key.shape[2])
     padded = max(width, value.shape[3])  # as the ops need queries, keys and values of one width
     composed = pre is not None or post is not None
-    served = {} if paged is None else {"paged": paged, "sliding_window": options.get("sliding_window")}
-    needs_ours = composed or paged is not None
+    window = options.get("sliding_window")
+    served = {} if key_source is None else {"key_source": key_source, "sliding_window": window}
+    needs_ours = composed or key_source is not None
     name = module.implementation or choose_implementation(None, query, mask, NO_TABLES, composed=needs_ours)
     output, maps = attention_function_of(name)(
         module,

@@ -112,7 +112,7 @@ class LayerRows(NamedTuple):
 
 @dataclass
 class PagedAttention:
-    """The argument `paged` of a model's forward pass: attention over the rows of each layer."""
+    """The `key_source` of a model that is served: attention over the rows of each layer."""
 
     layout: RowLayout
     layer_rows: Callable[[int], LayerRows]
@@ -234,7 +234,7 @@ CURRENT = CurrentPages()
 
 @contextmanager
 def attending_to_pages(paged: Any) -> Iterator[None]:
-    """Lets attention that takes no argument `paged` attend by a `PagedAttention`, in this thread."""
+    """Lets attention that gets no `key_source` from its model attend by a `PagedAttention`, in this thread."""
     before, CURRENT.paged = CURRENT.paged, paged
     try:
         yield

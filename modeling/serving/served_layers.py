@@ -117,7 +117,7 @@ def configured_windows(model: Any) -> list[int | None]:
 
 
 def is_of_family(model: Any) -> bool:
-    """Whether a model takes `paged`; models of Transformers, whose heads were composed in place, do not."""
+    """Whether a model passes a `key_source` on to all layers; not all models of Transformers do."""
     return hasattr(model.config, "composes")
 
 
@@ -129,11 +129,16 @@ def run_on_pages(model: Any, paged: Any, *, position_ids: Tensor, **inputs: Any)
         position_ids: `[1, T]`.
         inputs: further arguments of the model, such as `input_ids`.
     """
-    inputs |= {"position_ids": position_ids, "use_cache": False}
+    inputs |= {"position_ids": position_ids, "attention_mask": no_mask(model, position_ids), "use_cache": False}
     if is_of_family(model):
-        return model(attention_mask=dict.fromkeys(model.config.layer_types), paged=paged, **inputs)
-    # A mask with four dimensions, which nothing reads, keeps the model from making one.
-    tokens = position_ids.shape[1]
-    mask = torch.ones((), dtype=torch.bool, device=position_ids.device).expand(1, 1, tokens, tokens)
+        return model(key_source=paged, **inputs)
     with attending_to_pages(paged):
-        return model(attention_mask=mask, **inputs)
+        return model(**inputs)
+
+
+def no_mask(model: Any, position_ids: Tensor) -> Any:
+    """A mask for tokens `[B, T]` that keeps a model from making one; with a `key_source` nothing reads it."""
+    if is_of_family(model):
+        return dict.fromkeys(model.config.layer_types)
+    tokens = position_ids.shape[1]
+    return torch.ones((), dtype=torch.bool, device=position_ids.device).expand(1, 1, tokens, tokens)

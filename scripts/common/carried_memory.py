@@ -34,7 +34,7 @@ class CarriedMemory:
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], micro_batch: int = 0) -> Tensor:
         """The loss `[]` of a batch of tensors `[B, T]`, the micro-batch number `micro_batch` of the update."""
-        return model(**batch, use_cache=False).loss
+        return model(**{**batch, "use_cache": False}).loss
 
     def empty_copy(self) -> "CarriedMemory":
         """An empty memory of the same kind, to read another text with one micro-batch at a time."""

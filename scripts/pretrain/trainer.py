@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object, send_to_device, set_seed
@@ -206,7 +207,9 @@ class Trainer:
         """
         self.checkpoints.finish()
         progress, choice, most = self.progress, self.arguments.on_bad_update, self.arguments.max_bad_updates
-        layer = guard.find_layer(self.module, self._forward, batches, self.engine.gradient)
+        layer = guard.find_layer(
+            self.module, lambda batch: self._forward(self.engine.groups.part(batch)), batches, self.engine.gradient
+        )
         self.engine.end_scoring(self.model)
         documents = self.plan.documents(progress.data_step, self.engine.groups, self.arguments.batch_size)
         facts = {"step": progress.step + 1, "reason": fault, "layer": layer, "documents": documents}
@@ -251,10 +254,10 @@ class Trainer:
         saved = checkpoint.list_checkpoints(self.run.checkpoints)
         return f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been saved"
 
-    def _forward(self, batch: Batch) -> Tensor:
-        """The loss `[]` of a batch of `[B, T]` without carried memory."""
-        options, part = loss_options(self.module), self.engine.groups.part(batch)
-        return self.model(**send_to_device(part, self.accelerator.device), **options, use_cache=False).loss
+    def _forward(self, batch: dict[str, Any]) -> Tensor:
+        """The loss `[]` of the model's arguments, such as a batch of `[B, T]`, without carried memory."""
+        arguments = {**send_to_device(batch, self.accelerator.device), **loss_options(self.module), "use_cache": False}
+        return self.model(**arguments).loss
 
     def _log_training(self, norm: float) -> None:
         """Writes a line of training metrics: mean loss since the last one, learning rates, gradient norm and speed."""
@@ -300,8 +303,7 @@ class Trainer:
     def _log_health(self) -> None:
         """Writes `measure_health` of the first held-out sequence to the metrics, if the model composes heads."""
         self.module.eval()  # dropout would change what is measured, and the random numbers of the updates after it
-        with self.engine.groups.whole(self.module):
-            health = measure_health(self.module, self._forward, self._held_out()[0, 0])
+        health = measure_health(self.module, self._forward, self._held_out()[0, 0])
         self.engine.end_scoring(self.module)
         self.module.train()
         if health:

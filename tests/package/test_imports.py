@@ -14,7 +14,7 @@ LEVELS = (
     ("modeling.positions", "modeling.caches"),
     ("modeling.layers", "modeling.serving"),
     ("modeling.common",),
-    ("modeling.generation", "modeling.inspection", "modeling.other_models"),
+    ("modeling.generation", "modeling.inspection", "modeling.other_models", "modeling.parallel"),
     ("modeling",),
     ("package",),
     ("modeling.serving.vllm",),  # a plugin of vLLM, which imports dynattn as users do

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from dynattn.modeling.ops.chunked_loss import IGNORED
 
 from ...common.errors import UserError
 from ..arguments import PretrainArguments
-from .objectives import with_shifted_labels
 
 # Unless the arguments give it, the first length is `sequence_length` divided by this.
 USUAL_PARTS = 8
@@ -66,7 +68,8 @@ class LengthWarmup:
         length = self(step)
         if batch["input_ids"].shape[1] == length:
             return batch
-        pieces = {name: tensor.reshape(-1, length) for name, tensor in with_shifted_labels(batch).items()}
+        shifted = batch.get("shift_labels", pad(batch["labels"][:, 1:], (0, 1), value=IGNORED))
+        pieces = {name: tensor.reshape(-1, length) for name, tensor in {**batch, "shift_labels": shifted}.items()}
         if "position_ids" in pieces:
             # A document that began before the piece is counted from the piece's start.
             pieces["position_ids"] = torch.minimum(pieces["position_ids"], torch.arange(length))

@@ -5,7 +5,6 @@ from abc import ABC, abstractmethod
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.utils.data import Dataset
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
@@ -59,16 +58,6 @@ class CausalLM(Objective):
 
     def for_validation(self) -> "CausalLM":
         return self
-
-
-def with_shifted_labels(batch: Item) -> Item:
-    """A batch of tensors `[B, T]` with `shift_labels` `[B, T]`, the targets at the places that predict them.
-
-    Then the tokens of a sequence can be divided, since no part needs to know the token behind it.
-    """
-    if "shift_labels" in batch:
-        return batch
-    return {**batch, "shift_labels": pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)}
 
 
 class MaskedLM(Objective):

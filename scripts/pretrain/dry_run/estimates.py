@@ -9,7 +9,7 @@ from ...common.errors import UserError
 from ...common.flops import ModelFlops
 from ..arguments import PretrainArguments
 from ..engines.choice import check_zero, obstacle_to_zero
-from ..engines.sequence_groups import divide_sequences
+from ..engines.sequence_groups import check_division
 from ..model import checkpoint_activations_if_asked, count_parameters, plan_config
 from ..optimizer import moment_bytes
 from ..options.sweep import Sweep
@@ -53,10 +53,11 @@ class Estimate:
             lambda layers: _build(with_layers(config, layers), arguments),
             config.num_hidden_layers,
             arguments.batch_size,
-            length // sharing,
+            length,
             bf16=bf16,
             workspace=chunk_bytes(config, length),
             period=period_of(config),
+            context=ImaginedGroup(sharing) if sharing > 1 else None,
         )
         averages = 0 if arguments.ema_decay is None else rehearsal.weights
         optimizer, group = moment_bytes(model, arguments) + averages, arguments.shard_processes or gpu.node
@@ -159,7 +160,7 @@ def _shapes_of(config: PreTrainedConfig) -> PreTrainedModel:
 def _build(config: PreTrainedConfig, arguments: PretrainArguments) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if arguments.context_processes > 1:
-        divide_sequences(model, ImaginedGroup(arguments.context_processes), [arguments.sequence_length])
+        check_division(model, ImaginedGroup(arguments.context_processes), [arguments.sequence_length])
     checkpoint_activations_if_asked(model, arguments)
     return model
 

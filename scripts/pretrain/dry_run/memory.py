@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from dynattn.modeling.common.decoder_heads import CausalLMHead
-from dynattn.modeling.layers.context_parallel import ContextParallel
 from dynattn.modeling.ops.chunked_loss import CHUNK_TOKENS, chunked_causal_loss
+from dynattn.modeling.parallel.context_parallel import ContextParallel
 
 from ..engines.interface import BUCKET_ELEMENTS
 from ..model import embedding_modules
@@ -71,7 +72,7 @@ class ImaginedGroup(ContextParallel):
     """A group of processes that share sequences, of which only the first exists and the others have the same part."""
 
     def __init__(self, processes: int) -> None:
-        self.processes, self.process = processes, 0
+        self.processes, self.process, self._checked = processes, 0, WeakSet()
 
     def gather(self, part: Tensor, dim: int = 1) -> Tensor:
         """As many copies of `part` as there are processes."""
@@ -130,6 +131,7 @@ def rehearse(
     bf16: bool,
     workspace: int = 0,
     period: int | None = None,
+    context: ContextParallel | None = None,
 ) -> Rehearsal:
     """Runs two passes of a model, with a batch `[batch_size, length]`, on fake tensors.
 
@@ -140,23 +142,27 @@ def rehearse(
         workspace: bytes of temporary tensors in the backward pass of the attention op.
         period: after how many layers their kinds repeat. If it is given, models of one and of two periods are run, and
             the result is extrapolated; otherwise the whole model is run.
+        context: the processes that share sequences; the model then gets a part of the batch.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         ids = torch.zeros(batch_size, length, dtype=torch.long)
         if period is None or layers <= 2 * period:
-            return _rehearse(build(layers), ids, bf16, workspace)
-        one, two = (_rehearse(build(n * period), ids, bf16, workspace) for n in (1, 2))
+            return _rehearse(build(layers), ids, bf16, workspace, context)
+        one, two = (_rehearse(build(n * period), ids, bf16, workspace, context) for n in (1, 2))
     more_periods = layers / period - 1
     return tree_map(lambda once, twice: once + round(more_periods * (twice - once)), one, two)
 
 
-def _rehearse(model: PreTrainedModel, ids: Tensor, bf16: bool, workspace: int) -> Rehearsal:
+def _rehearse(
+    model: PreTrainedModel, ids: Tensor, bf16: bool, workspace: int, context: ContextParallel | None
+) -> Rehearsal:
     """Two passes over `ids` `[B, T]`: one that creates the gradients, and one that adds to them."""
     model.train()
-    known = [*model.parameters(), *model.buffers(), ids]
-    first = _pass_peaks(model, ids, StorageTracker(known, workspace), bf16)
+    given = {"input_ids": ids, "use_cache": False} if context is None else context.part(model, input_ids=ids)
+    known = [*model.parameters(), *model.buffers(), *(part for part in given.values() if isinstance(part, Tensor))]
+    first = _pass_peaks(model, given, StorageTracker(known, workspace), bf16)
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    second = _pass_peaks(model, ids, StorageTracker([*known, *gradients], workspace), bf16)
+    second = _pass_peaks(model, given, StorageTracker([*known, *gradients], workspace), bf16)
     weights = sum(weight.untyped_storage().nbytes() for weight in set(model.parameters()))
     largest = max(sum(w.numel() * FLOAT32 for w in layer.parameters()) for layer in _blocks(model))
     # Autocast keeps bf16 copies of weights. Without recomputation they are counted already, as the backward pass needs
@@ -167,8 +173,8 @@ def _rehearse(model: PreTrainedModel, ids: Tensor, bf16: bool, workspace: int) -
     return Rehearsal(weights, largest, casts, first, second)
 
 
-def _pass_peaks(model: PreTrainedModel, ids: Tensor, tracker: StorageTracker, bf16: bool) -> Peaks:
-    """The peaks of a forward and backward pass over `ids` `[B, T]`, as `tracker` counts them."""
+def _pass_peaks(model: PreTrainedModel, given: dict[str, Any], tracker: StorageTracker, bf16: bool) -> Peaks:
+    """The peaks of a forward and backward pass with the arguments `given`, as `tracker` counts them."""
     in_layers: list[int] = []
 
     def end_layers(_: Tensor) -> None:
@@ -179,8 +185,8 @@ def _pass_peaks(model: PreTrainedModel, ids: Tensor, tracker: StorageTracker, bf
     hook = model.get_input_embeddings().register_forward_hook(lambda *call: call[-1].register_hook(end_layers) and None)
     with tracker:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            loss = _loss(model, ids)
-        in_loss = tracker.live + loss_bytes(model.config, ids.numel(), bf16=bf16)
+            loss = _loss(model, given)
+        in_loss = tracker.live + loss_bytes(model.config, given["input_ids"].numel(), bf16=bf16)
         loss.backward()
     hook.remove()
     return Peaks(in_layers[0], tracker.peak, in_loss)
@@ -195,14 +201,15 @@ def loss_bytes(config: PreTrainedConfig, tokens: int, *, bf16: bool) -> int:
     return 2 * FLOAT32 * logits + (BFLOAT16 * (logits + config.vocab_size * config.hidden_size) if bf16 else 0)
 
 
-def _loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The loss `[]` of `ids` `[B, T]`, computed in chunks of tokens.
+def _loss(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
+    """The loss `[]` of a model with the arguments `given`, computed in chunks of tokens.
 
     A head of this package does so by itself only for plain tensors, and not for fake ones, so it is bypassed here.
     """
+    ids = given["input_ids"]
     if not isinstance(model, CausalLMHead):
-        return model(input_ids=ids, labels=ids, use_cache=False).loss
-    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        return model(**given, labels=ids).loss
+    hidden = model.model(**given).last_hidden_state
     return chunked_causal_loss(hidden, model.lm_head.weight, model.lm_head.bias, ids)
 
 

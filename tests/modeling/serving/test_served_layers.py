@@ -109,7 +109,7 @@ UNFIT: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     ),
     "sight of later tokens": (
         lambda: compose(BertLMHeadModel, BertConfig(**SIZES, attention_probs_dropout_prob=0.0)),
-        "no position bias, and no attention to later tokens",
+        "cannot have a position bias, nor be seen by earlier tokens",
     ),
     "angles of the longest": (
         lambda: compose(LlamaForCausalLM, LlamaConfig(**SIZES, rope_parameters=LONGROPE)),

@@ -1,0 +1,1 @@
+"""How several processes compute one model: what no library of parallel training does for composed heads."""

@@ -1,0 +1,231 @@
+"""Context parallelism: processes share the tokens of each sequence, and each attends to the keys of all."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from ..common.input_checks import check_tokens
+from ..common.packed_documents import packed_starts
+from ..ops.chunked_loss import IGNORED
+from ..ops.dcmha.attention import Attention
+from ..ops.dcmha.composition import Composition, pack_side, unpack_factors
+from ..ops.distance_tables import NO_TABLES, DistanceTables
+from ..ops.modes import autocast
+from ..positions.rotary import batch_dependent_rope
+from ..serving.served_layers import Probe, configured_windows, is_of_family, no_mask
+
+# What belongs to the tokens of a sequence, and so is divided.
+OF_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "labels", "shift_labels")
+
+
+class ContextParallel:
+    """How the processes of a group divide sequences, and the exchange of what each of them has computed of its part.
+
+    A sequence is cut into `2P` chunks for `P` processes, of which process `p` takes chunks `p` and `2P - 1 - p`. Under
+    causality a chunk near the start has few keys to attend to and one near the end many, and so every process has the
+    same work (Llama 3, arXiv 2407.21783, section 3.3.2).
+
+    Composition mixes the scores of all heads, so heads cannot be divided instead, as DeepSpeed's Ulysses does.
+
+    Args:
+        mesh: the processes of the group, such as `init_device_mesh("cuda", (8,))`.
+
+    Raises:
+        ValueError: the mesh has several dimensions.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        if mesh.ndim != 1:
+            raise ValueError(f"the mesh has {mesh.ndim} dimensions; give the one whose processes share sequences")
+        self.mesh, self.processes, self.process = mesh, mesh.size(), mesh.get_local_rank()
+        self._checked: WeakSet[PreTrainedModel] = WeakSet()
+
+    def part(self, model: PreTrainedModel, **whole: Tensor) -> dict[str, Any]:
+        """The arguments of `model` for this process's part of whole sequences, the same in all processes of the group.
+
+        The model then returns the logits of this part, `[B, T / P, V]`, and its share of the loss, which adds up to
+        that of whole sequences if the model gets the same `num_items_in_batch` in all processes.
+
+        Args:
+            model: a decoder of this package, or of `with_composed_heads`, with a language modeling head.
+            whole: `input_ids` `[B, T]` or `inputs_embeds` `[B, T, E]`; and perhaps `position_ids` `[B, T]`, which mark
+                packed documents by restarting, `labels` `[B, T]`, and `shift_labels` `[B, T]`, in which the labels are
+                at the places that predict them.
+
+        Raises:
+            ValueError: see `check` and `take`; or another argument is given, such as a mask.
+        """
+        if unknown := sorted(whole.keys() - {*OF_TOKENS}):
+            raise ValueError(
+                f"{unknown} cannot be divided; give {', '.join(OF_TOKENS)}, mark packed documents by position_ids, and "
+                "pad behind the text"
+            )
+        self.check(model)
+        check_tokens(whole.get("input_ids"), whole.get("inputs_embeds"))
+        tokens = whole["input_ids" if "input_ids" in whole else "inputs_embeds"]
+        shape = tokens.shape[:2]
+        given = whole.get("position_ids")
+        starts = None if given is None else packed_starts(given, shape)
+        if "labels" in whole and "shift_labels" not in whole:
+            whole["shift_labels"] = F.pad(whole["labels"][:, 1:], (0, 1), value=IGNORED)
+        whole["position_ids"] = torch.arange(shape[1], device=tokens.device)[None] if given is None else given
+        mine: dict[str, Any] = {name: self.take(tensor) for name, tensor in whole.items()}
+        shared = SharedAttention(self, shape[1], None if starts is None else self.take(starts))
+        return mine | {"attention_mask": no_mask(model, mine["position_ids"]), "key_source": shared, "use_cache": False}
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Looks at the configuration of a model, and runs a model of Transformers once, on one token.
+
+        A model on the meta device, whose weights will come from another process, is left to that process to run.
+
+        Raises:
+            ValueError: processes cannot share the sequences of this model.
+        """
+        if model in self._checked:
+            return
+        name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+        if not (model.can_generate() and getattr(model, "supports_paged_cache", False)):
+            raise ValueError(
+                f"processes cannot share sequences of {name}; they can those of decoders with composed heads, without "
+                "CARoPE and with a language modeling head"
+            )
+        if rope_type := batch_dependent_rope(config):
+            raise ValueError(f"rope_type {rope_type!r} rotates by the longest part, which differs between processes")
+        if getattr(config, "layerdrop", 0):
+            raise ValueError(f"layerdrop={config.layerdrop} skips other layers in each process; set it to 0")
+        if not is_of_family(model) and model.device.type != "meta":
+            check_layers(model)
+        self._checked.add(model)
+
+    def take(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """The part of this process, of a tensor with the tokens of whole sequences in dimension `dim`.
+
+        Raises:
+            ValueError: the sequences cannot be cut into chunks of the same length.
+        """
+        length, chunks = whole.shape[dim], 2 * self.processes
+        if length % chunks or not length:
+            raise ValueError(
+                f"sequences of {length} tokens cannot be cut into {chunks} equal chunks, two for each process; give a "
+                f"multiple of {chunks}"
+            )
+        mine = whole.chunk(chunks, dim)
+        return torch.cat([mine[self.process], mine[-1 - self.process]], dim)
+
+    def gather(self, part: Tensor, dim: int = 1) -> Tensor:
+        """The inverse of `take`: whole sequences of the parts that all processes have; all call it at the same time.
+
+        The gradient of a part is the sum of those that the processes have of it.
+        """
+        # Here, because a build of PyTorch without distributed training lacks it.
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+        shared = DTensor.from_local(part, self.mesh, [Shard(dim)], run_check=False)
+        joined = shared.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        chunks = joined.chunk(2 * self.processes, dim)
+        return torch.cat([*chunks[::2], *chunks[::-2]], dim)
+
+    def chunks(self, length: int) -> Iterator[tuple[slice, int]]:
+        """Where each chunk of this process is in its part of `length` tokens, and where it ends in the whole."""
+        half = length // 2
+        for index, chunk in enumerate((self.process, 2 * self.processes - 1 - self.process)):
+            yield slice(index * half, (index + 1) * half), (chunk + 1) * half
+
+
+@dataclass
+class SharedAttention:
+    """The `key_source` of a model that reads parts of sequences: attention to the keys of all processes of the group.
+
+    Attributes:
+        length: tokens of a whole sequence.
+        first_keys: `[B, T]`, for the tokens of this process: the first key that each of them sees; None for all.
+    """
+
+    context: ContextParallel
+    length: int
+    first_keys: Tensor | None = None
+
+    def to(self, *args: Any, **kwargs: Any) -> "SharedAttention":
+        """The same on another device, as of a tensor; Accelerate calls it."""
+        return replace(self, first_keys=None if self.first_keys is None else self.first_keys.to(*args, **kwargs))
+
+    def key_count(self, layer: int) -> int:
+        """The most keys that a token attends to in any layer."""
+        return self.length
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pre: Composition | None,
+        post: Composition | None,
+        scaling: float,
+        sliding_window: int | None,
+        attend: Attention,
+        tables: DistanceTables = NO_TABLES,
+    ) -> Tensor:
+        """The output `[B, T, H, D]` of the queries of this process.
+
+        Args:
+            layer: index of the layer.
+            query: `[B, H, T, D]`.
+            key, value: `[B, H_kv, T, D]`, of the same tokens.
+            pre, post: the composition of both stages, with the factors of these tokens on both sides.
+            attend: the implementation of attention.
+            tables: by distance, with a row for each of `key_count` keys.
+        """
+        key, value = (self.context.gather(states, dim=2) for states in autocast(key, value))
+        stages = [None if stage is None else self._with_all_keys(stage) for stage in (pre, post)]
+        outputs = []
+        for chunk, end in self.context.chunks(query.shape[2]):
+            pre, post = (None if stage is None else stage.narrow(chunk, slice(end)) for stage in stages)
+            output, _ = attend(
+                query[:, :, chunk],
+                key[:, :, :end],
+                value[:, :, :end],
+                pre=pre,
+                post=post,
+                scaling=scaling,
+                attention_mask=None,
+                is_causal=True,
+                sliding_window=sliding_window,
+                first_keys=None if self.first_keys is None else self.first_keys[:, chunk],
+                tables=tables,
+            )
+            outputs.append(output)
+        return torch.cat(outputs, dim=1)
+
+    def _with_all_keys(self, stage: Composition) -> Composition:
+        """A stage with the factors of the keys of all processes."""
+        if (terms := pack_side(stage, "key")) is None:
+            return stage
+        packed = {"query": pack_side(stage, "query"), "key": self.context.gather(terms)}
+        return unpack_factors(packed, stage.static, stage.groups)
+
+
+@torch.no_grad()
+def check_layers(model: PreTrainedModel) -> None:
+    """Raises ValueError unless every layer of a model of Transformers attends by a `key_source`."""
+    name, probe = type(model).__name__, Probe()
+    try:
+        windows = dict(enumerate(configured_windows(model)))
+    except ValueError as error:
+        raise ValueError(f"processes cannot share sequences of {name}, as engines cannot serve it: {error}") from error
+    zero = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model(input_ids=zero, position_ids=zero, attention_mask=no_mask(model, zero), key_source=probe, use_cache=False)
+    found = {call.layer: call.window for call in probe.calls}
+    if len(probe.calls) != len(windows) or found != windows:
+        raise ValueError(
+            f"layers of {name} attend with windows {found}, and its configuration says {windows}; processes can share "
+            "sequences only if every layer has composed heads, gets the model's keywords and has the window of the "
+            "configuration"
+        )
