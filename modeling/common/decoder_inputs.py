@@ -89,9 +89,8 @@ def packed_document_starts(given: DecoderArguments, inputs_embeds: Tensor) -> Te
             )
         return starts_by_borders(given.cu_seq_lens, inputs_embeds)
     positions = given.position_ids
-    if positions is None or positions.shape[-1] == 1 or tells_padding(given.attention_mask):
-        return None
-    if given.key_source is not None:
+    is_known_otherwise = given.key_source is not None or tells_padding(given.attention_mask)
+    if positions is None or positions.shape[-1] == 1 or is_known_otherwise:
         return None
     if not is_empty(given.past_key_values):  # asked last, because its length may have to be read from a device
         return None

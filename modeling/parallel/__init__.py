@@ -1,1 +1,1 @@
-"""How several processes compute one model: what no library of parallel training does for composed heads."""
+"""Several processes that compute one model together, in ways that composed heads need."""

@@ -42,7 +42,7 @@ class Plan:
             UserError: data, model and arguments do not fit each other.
         """
         accelerator, accumulation = engine.accelerator, arguments.gradient_accumulation_steps
-        global_batch = arguments.batch_size * accumulation * engine.groups.groups
+        global_batch = arguments.batch_size * accumulation * engine.groups.number
         self.source, self.tokenizer = source, load_tokenizer(run.current(run.tokenizer))
         self.objective = make_objective(arguments, self.tokenizer)
         train, self.validation_sequences, self.order = open_data(run, arguments, self.tokenizer, global_batch)
@@ -64,7 +64,7 @@ class Plan:
 
     def documents(self, step: int, groups: SequenceGroups, batch_size: int) -> list[str]:
         """The documents that this process reads in update `step` of the data."""
-        mine = share_of(self.order[step], groups.group, groups.groups, batch_size)
+        mine = share_of(self.order[step], groups.index, groups.number, batch_size)
         return [name for index in mine.ravel().tolist() for name in self.train_sequences.documents(index)]
 
 

@@ -345,7 +345,7 @@ class Trainer:
         return DataLoader(
             Examples(self.plan.train_sequences, self.plan.objective, self.plan.positions),
             batch_sampler=ProcessBatches(
-                self.plan.order, steps, self.arguments.batch_size, groups.group, groups.groups
+                self.plan.order, steps, self.arguments.batch_size, groups.index, groups.number
             ),
             num_workers=self.arguments.dataloader_workers,
             pin_memory=self.accelerator.device.type == "cuda",

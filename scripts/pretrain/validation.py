@@ -64,7 +64,7 @@ def validate(
     options = {"num_items_in_batch": one, **loss_options(unwrapped)}
     nats, targets = 0.0, 0
     groups = engine.groups
-    share = list(sequences.share(groups.group, groups.groups, batch_size))
+    share = list(sequences.share(groups.index, groups.number, batch_size))
     rounds = max(gather_object([len(share)])) if engine.is_collective else len(share)
     for indices in share:
         batch = groups.part(default_collate([examples[index, index] for index in indices]))

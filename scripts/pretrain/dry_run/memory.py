@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +71,7 @@ class ImaginedGroup(ContextParallel):
     """A group of processes that share sequences, of which only the first exists and the others have the same part."""
 
     def __init__(self, processes: int) -> None:
-        self.processes, self.process, self._checked = processes, 0, WeakSet()
+        self.processes, self.process, self._checked = processes, 0, weakref.WeakSet()
 
     def gather(self, part: Tensor, dim: int = 1) -> Tensor:
         """As many copies of `part` as there are processes."""

@@ -18,7 +18,7 @@ class SequenceGroups:
 
     Attributes:
         size: processes in a group, which follow each other.
-        group, groups: the group of this process, and how many there are. Each group reads sequences of its own.
+        index, number: which group this process is in, and how many there are. Each reads sequences of its own.
         context: how the processes of a group divide sequences; None if each process is a group.
         model: the model that reads the parts, without an engine's wrapper.
     """
@@ -33,12 +33,15 @@ class SequenceGroups:
         """
         processes = accelerator.num_processes
         if processes % size:
-            raise UserError(f"context_processes={size} does not divide the {processes} processes; give a divisor")
-        self.size, self.groups, self.group = size, processes // size, accelerator.process_index // size
+            raise UserError(
+                f"context_processes={size} does not divide the number of processes, {processes}; give a divisor, or "
+                "start more by torchrun --nproc_per_node"
+            )
+        self.size, self.number, self.index = size, processes // size, accelerator.process_index // size
         self.context: ContextParallel | None = None
         if size > 1:
             names = ("groups", "context")
-            mesh = init_device_mesh(accelerator.device.type, (self.groups, size), mesh_dim_names=names)
+            mesh = init_device_mesh(accelerator.device.type, (self.number, size), mesh_dim_names=names)
             self.context = ContextParallel(mesh["context"])
 
     @property

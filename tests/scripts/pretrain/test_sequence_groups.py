@@ -126,7 +126,7 @@ def test_a_run_in_one_process_goes_on_in_two_that_share_sequences(
         ({"objective": "masked_lm", "model_type": "dcmodernbert"}, "context_processes is for objective=causal_lm"),
         ({"carry_memory": True, "model_type": "rcmha", "mask_documents": False}, "carry_memory needs whole sequences"),
         ({"context_processes": 0}, "context_processes=0"),
-        ({}, "context_processes=2 does not divide the 1 processes"),
+        ({}, "context_processes=2 does not divide the number of processes, 1"),
     ],
     ids=str,
 )
