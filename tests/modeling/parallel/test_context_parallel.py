@@ -44,6 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
     "learned bias by distance": {"position_scheme": "t5", **PLAIN},
     "learned gain by distance": {"position_gain": "distance"},
     "learned positions": {"position_scheme": "learned"},
+    "sines and cosines": {"position_scheme": "sinusoidal"},
+    "no positions": {"position_scheme": "none"},
 }
 TINY: dict[str, Any] = {
     "vocab_size": 97,
