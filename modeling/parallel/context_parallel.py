@@ -54,7 +54,7 @@ class ContextParallel:
         that of whole sequences if the model gets the same `num_items_in_batch` in all processes.
 
         Args:
-            model: a decoder of this package, or of `with_composed_heads`, with a language modeling head.
+            model: a DCFormer, a DCPythia or a decoder of `with_composed_heads`, with a language modeling head.
             whole: `input_ids` `[B, T]` or `inputs_embeds` `[B, T, E]`; and perhaps `position_ids` `[B, T]`, which mark
                 packed documents by restarting, `labels` `[B, T]`, and `shift_labels` `[B, T]`, in which the labels are
                 at the places that predict them.
@@ -93,8 +93,8 @@ class ContextParallel:
         name, config = type(model).__name__, model.config.get_text_config(decoder=True)
         if not (model.can_generate() and getattr(model, "supports_paged_cache", False)):
             raise ValueError(
-                f"processes cannot share sequences of {name}; they can those of decoders with composed heads, without "
-                "CARoPE and with a language modeling head"
+                f"processes cannot share sequences of {name}; they can those of DCFormer and DCPythia without CARoPE, "
+                "and of decoders of with_composed_heads, with a language modeling head"
             )
         if rope_type := batch_dependent_rope(config):
             raise ValueError(f"rope_type {rope_type!r} rotates by the longest part, which differs between processes")
@@ -219,7 +219,11 @@ def check_layers(model: PreTrainedModel) -> None:
     try:
         windows = dict(enumerate(configured_windows(model)))
     except ValueError as error:
-        raise ValueError(f"processes cannot share sequences of {name}, as engines cannot serve it: {error}") from error
+        cause = str(error).partition("; ")[0]  # what follows it is advice for generation
+        raise ValueError(
+            f"processes cannot share sequences of {name}, as engines cannot serve it: {cause}; let each process read "
+            "whole sequences"
+        ) from error
     zero = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     model(input_ids=zero, position_ids=zero, attention_mask=no_mask(model, zero), key_source=probe, use_cache=False)
     found = {call.layer: call.window for call in probe.calls}
