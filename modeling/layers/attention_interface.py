@@ -270,10 +270,10 @@ def attention_function_of(name: str) -> Attention:
 
 
 def own_attention_function(name: str) -> Attention:
-    """The attention function of an implementation of this package, which puts the last query at the last key.
+    """The attention function of one of `IMPLEMENTATIONS`, all of which put the last query at the last key.
 
     Raises:
-        ValueError: `name` is another one. SDPA, as Transformers calls it, puts the first query at the first key.
+        ValueError: `name` is none of them. SDPA, as Transformers calls it, puts the first query at the first key.
     """
     if name not in IMPLEMENTATIONS:
         raise ValueError(

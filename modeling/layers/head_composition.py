@@ -49,11 +49,11 @@ class PackedFactors(NamedTuple):
 
 
 class DynamicComposition(nn.Module):
-    """Generates the composition factors of both stages from the normalized attention input (DCMHA, arXiv 2405.08553).
+    """Generates the composition factors of both stages from the input of attention (DCMHA, arXiv 2405.08553).
 
     A *component* is one stage (pre, post) for one side (query, key), in the order pre-query, pre-key, post-query,
-    post-key; `C` is the number of components that are switched on. A component has `2R + 1` *terms* of `H` elements for
-    each token, packed in this order: `R` down factors (normalized over heads), `R` up factors, and a gate.
+    post-key; `C` is the number of components that are switched on. A component has up to `2R + 1` *terms* of `H`
+    elements for each token, packed in this order: `R` down factors (normalized over heads), `R` up factors, and a gate.
 
     Weights (shapes of the official checkpoints; `G` groups of `H/G` heads, `P` stages):
         hidden_weight: `[E, G, C, K]`.

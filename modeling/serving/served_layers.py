@@ -1,4 +1,7 @@
-"""How serving engines run a model with composed heads: of a DCMHA family, or of Transformers, changed in place."""
+"""How serving engines run a model with composed heads: of a DCMHA family, or of Transformers, changed in place.
+
+Processes that share sequences find out in the same way with what its layers attend.
+"""
 
 from dataclasses import dataclass, field, replace
 from inspect import signature
@@ -32,7 +35,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Probe:
-    """Takes the place of `PagedAttention` in one forward pass, and notes with what every layer attends."""
+    """The `key_source` of one forward pass, in which it notes with what every layer attends."""
 
     calls: list[Call] = field(default_factory=list)
 
@@ -117,7 +120,10 @@ def configured_windows(model: Any) -> list[int | None]:
 
 
 def is_of_family(model: Any) -> bool:
-    """Whether a model passes a `key_source` on to all layers; not all models of Transformers do."""
+    """Whether a model is of a DCMHA family, all of which pass a `key_source` on to all layers.
+
+    Not all models of Transformers do that.
+    """
     return hasattr(model.config, "composes")
 
 

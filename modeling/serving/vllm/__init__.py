@@ -1,1 +1,1 @@
-"""The families with composed heads in vLLM: its plugin, its model class and its attention backend."""
+"""Causal models with composed heads in vLLM: its plugin, its model classes and its attention backend."""

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Makes vLLM know the causal models of all families and of Transformers with composed heads, and their backend.
+    """Makes vLLM know causal models of DCMHA families, those of Transformers with composed heads, and their backend.
 
     With another version of vLLM it only warns. vLLM then falls back to its support for models of Transformers, which
     runs plain models; models with composed heads refuse it.
