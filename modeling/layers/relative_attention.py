@@ -70,7 +70,7 @@ class ConvolvedHeads(nn.Module):
         projected = conv.pad(projected) if extend is None else extend(projected)
         return conv(projected.unflatten(-1, (-1, self.head_dim)), document_positions).transpose(1, 2)
 
-    def implementation(self, name: str | None) -> Attention:
+    def attention_op(self, name: str | None) -> Attention:
         """The attention op of a call, by default the configuration's.
 
         `sdpa` replaces `chunked` where there are neither causality nor position tables: what is left is plain
@@ -90,7 +90,7 @@ class ConvolvedHeads(nn.Module):
         """
         options |= {"scaling": self.scaling, "is_causal": self.is_causal}
         options["dropout"] = self.config.attention_dropout if self.training else 0.0
-        output, weights = self.implementation(implementation)(query, key, value, **options)
+        output, weights = self.attention_op(implementation)(query, key, value, **options)
         return self.o_proj(output.flatten(2)), weights
 
 

@@ -137,8 +137,8 @@ def test_an_encoder_with_position_tables_runs_in_chunks_and_gives_what_the_defin
     noise = 1e-14 * max(float(truth.abs().max()) for truth in results["eager"])
     for ours, truth in zip(results["chunked"], results["eager"], strict=True):
         torch.testing.assert_close(ours, truth, atol=noise, rtol=0)
-    assert encoder.layers[0].self_attn.implementation(None) is RELATIVE_IMPLEMENTATIONS["chunked"]
-    assert model.model.decoder.layers[0].cross_attn.implementation(None) is RELATIVE_IMPLEMENTATIONS["sdpa"]
+    assert encoder.layers[0].self_attn.attention_op(None) is RELATIVE_IMPLEMENTATIONS["chunked"]
+    assert model.model.decoder.layers[0].cross_attn.attention_op(None) is RELATIVE_IMPLEMENTATIONS["sdpa"]
 
 
 @pytest.mark.parametrize(
