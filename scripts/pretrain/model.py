@@ -194,6 +194,20 @@ def share_of_loss(model: nn.Module, loss: Tensor, targets: int, total: Tensor) -
     return loss if computes_common_loss(type(model)) else loss * (targets / total)
 
 
+def divide_router_loss(model: Any, passes: int) -> None:
+    """Makes the router losses of the `passes` forward passes of an update, on all processes, add up to their mean.
+
+    A mixture of experts adds the whole of it to each loss, however small the share of the targets is.
+    """
+    if hasattr(model, "router_aux_loss_coef"):
+        model.router_aux_loss_coef /= passes
+
+
+def without_router_loss(model: nn.Module) -> dict[str, bool]:
+    """Keyword arguments for a forward pass whose loss is that of the targets alone."""
+    return {"output_router_logits": False} if hasattr(model, "router_aux_loss_coef") else {}
+
+
 def computes_common_loss(model_class: Any) -> bool:
     """Whether a model's loss is one that heeds `num_items_in_batch` and, of a causal model, shifts the labels.
 

@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 from ..common.carried_memory import CarriedMemory
 from .data.objectives import CausalLM, Examples
 from .engines.interface import Engine
-from .model import loss_options, share_of_loss
+from .model import loss_options, share_of_loss, without_router_loss
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def validate(
     was_training = unwrapped.training
     unwrapped.eval()
     one = torch.ones((), device=accelerator.device)
-    options = {"num_items_in_batch": one, **loss_options(unwrapped)}
+    options = {"num_items_in_batch": one, **loss_options(unwrapped), **without_router_loss(unwrapped)}
     nats, targets = 0.0, 0
     groups = engine.groups
     share = list(sequences.share(groups.index, groups.number, batch_size))

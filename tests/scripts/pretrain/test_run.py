@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases.checkpoints import assert_same_weights, weights_of
-from cases.training import LLAMA, arguments, assert_same_run, curve, killed_run, run, without_timing
+from cases.training import LLAMA, arguments, assert_same_run, curve, killed_run, losses, run, without_timing
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
@@ -147,6 +147,24 @@ def test_accumulation_and_batch_size_make_the_same_update(corpus: Path, tmp_path
         ours, theirs = (curve(result.output, name, split="train") for result in (four, one))
         assert ours == [pytest.approx(line, rel=tolerance) for line in theirs]
     assert four.validation_loss == pytest.approx(one.validation_loss, rel=1e-4)
+
+
+def test_the_loss_of_a_router_counts_once_in_an_update_and_not_in_validation(corpus: Path, tmp_path: Path):
+    """With a rate of nearly zero the weights stay, so that only what is added to the losses differs."""
+    experts = {**LLAMA, "attention_dropout": 0.0, "num_local_experts": 2, "router_aux_loss_coef": 1.0}
+    trained: dict[str, float] = {}
+    validated: list[float] = []
+    for name, passes, adds in (("without", 1, False), ("one", 1, True), ("four", 4, True)):
+        model = {"model_type": "mixtral", "model_config": {**experts, "output_router_logits": adds}}
+        split = {"batch_size": 4 // passes, "gradient_accumulation_steps": passes}
+        changes = {**model, **split, "learning_rate": 1e-12, "max_steps": 1, "warmup_steps": 0}
+        result = run(tmp_path / name, corpus, **changes)
+        trained[name] = float(losses(result.output, "train")[0])
+        validated.append(result.validation_loss)
+    once = trained["one"] - trained["without"]
+    assert once > 1
+    assert trained["four"] - trained["without"] == pytest.approx(once, rel=0.1)  # tokens of one pass have another mean
+    assert validated == [pytest.approx(validated[0], rel=1e-6)] * 3
 
 
 def test_epochs_count_updates_and_old_checkpoints_go(corpus: Path, tmp_path: Path):
