@@ -114,6 +114,9 @@ def configured_windows(model: Any) -> list[int | None]:
             f"{name} takes no position_ids, so that tokens would get positions of other requests; use generate() with "
             "one prompt at a time"
         )
+    # RoBERTa's kin, whose first position is behind the number of their padding token.
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise ValueError(f"{name} counts positions from its padding token on, and engines count from 0; {ADVICE}")
     if others := sorted({*kinds} - {"full_attention", "sliding_attention"}):
         raise ValueError(f"{name} has layers of type {others}, which a paged cache does not serve; {ADVICE}")
     return [window if kind == "sliding_attention" else None for kind in kinds]

@@ -32,6 +32,8 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
+    RobertaConfig,
+    RobertaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -102,6 +104,10 @@ UNFIT: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "positions by the length of a cache": (
         lambda: compose(BartForCausalLM, BartConfig(**BART)),
         r"ComposedBartForCausalLM takes no position_ids, so that tokens would get positions of other requests",
+    ),
+    "positions from the padding token on": (
+        lambda: compose(RobertaForCausalLM, RobertaConfig(**SIZES, is_decoder=True, attention_probs_dropout_prob=0.0)),
+        "ComposedRobertaForCausalLM counts positions from its padding token on, and engines count from 0",
     ),
     "windows in no mask": (
         lambda: compose(LlamaForCausalLM, LlamaConfig(**SIZES, sliding_window=7)),
