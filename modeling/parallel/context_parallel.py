@@ -78,7 +78,8 @@ class ContextParallel:
         whole["position_ids"] = torch.arange(shape[1], device=tokens.device)[None] if given is None else given
         mine: dict[str, Any] = {name: self.take(tensor) for name, tensor in whole.items()}
         shared = SharedAttention(self, shape[1], None if starts is None else self.take(starts))
-        return mine | {"attention_mask": no_mask(model, mine["position_ids"]), "key_source": shared, "use_cache": False}
+        mask = no_mask(model, mine["position_ids"].shape[1], model.device)
+        return mine | {"attention_mask": mask, "key_source": shared, "use_cache": False}
 
     def check(self, model: PreTrainedModel) -> None:
         """Looks at the configuration of a model, and runs a model of Transformers once, on one token.
@@ -225,7 +226,8 @@ def check_layers(model: PreTrainedModel) -> None:
             "whole sequences"
         ) from error
     zero = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    model(input_ids=zero, position_ids=zero, attention_mask=no_mask(model, zero), key_source=probe, use_cache=False)
+    mask = no_mask(model, 1, model.device)
+    model(input_ids=zero, position_ids=zero, attention_mask=mask, key_source=probe, use_cache=False)
     found = {call.layer: call.window for call in probe.calls}
     if len(probe.calls) != len(windows) or found != windows:
         raise ValueError(

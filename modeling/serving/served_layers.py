@@ -138,16 +138,19 @@ def run_on_pages(model: Any, paged: Any, *, position_ids: Tensor, **inputs: Any)
         position_ids: `[1, T]`.
         inputs: further arguments of the model, such as `input_ids`.
     """
-    inputs |= {"position_ids": position_ids, "attention_mask": no_mask(model, position_ids), "use_cache": False}
+    inputs |= {"position_ids": position_ids, "use_cache": False}
+    inputs["attention_mask"] = no_mask(model, position_ids.shape[1], position_ids.device)
     if is_of_family(model):
         return model(key_source=paged, **inputs)
     with attending_to_pages(paged):
         return model(**inputs)
 
 
-def no_mask(model: Any, position_ids: Tensor) -> Any:
-    """A mask for tokens `[B, T]` that keeps a model from making one; with a `key_source` nothing reads it."""
+def no_mask(model: Any, tokens: int, device: torch.device) -> Any:
+    """A mask for so many tokens that keeps a model from making one; with a `key_source` nothing reads it.
+
+    It should be where the model is, because its elements are one in memory, and become many when they are moved.
+    """
     if is_of_family(model):
         return dict.fromkeys(model.config.layer_types)
-    tokens = position_ids.shape[1]
-    return torch.ones((), dtype=torch.bool, device=position_ids.device).expand(1, 1, tokens, tokens)
+    return torch.ones((), dtype=torch.bool, device=device).expand(1, 1, tokens, tokens)

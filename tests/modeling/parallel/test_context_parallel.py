@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import send_to_device
 from cases.models import SMALL, make_model
 from cases.processes import in_processes
 from torch import Tensor
@@ -164,6 +165,17 @@ def test_three_processes_compute_what_one_does_with_layers_that_are_recomputed(t
         assert_parts_make_the_whole(context, model, texts(packed=True), IN_FLOAT32)
 
     shared(3, tmp_path, work)
+
+
+def test_a_mask_of_all_pairs_takes_no_memory_when_a_part_is_moved_to_the_model(tmp_path: Path) -> None:
+    def work(context: ContextParallel) -> None:
+        model_class, config = IN_PLACE["experts"]
+        model = dynattn.with_composed_heads(model_class, compose_rank=2)(config).to("meta")
+        mask = send_to_device(context.part(model, **texts(packed=False)), model.device)["attention_mask"]
+        assert mask.shape[2:] == (TOKENS // 2, TOKENS // 2)
+        assert mask.stride()[2:] == (0, 0)
+
+    shared(2, tmp_path, work)
 
 
 def test_every_process_has_as_many_visible_pairs(tmp_path: Path) -> None:
