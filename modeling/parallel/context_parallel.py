@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from ..common.decoder_heads import causal_model_in
 from ..common.input_checks import check_tokens
 from ..common.packed_documents import packed_starts
 from ..ops.chunked_loss import IGNORED
@@ -54,7 +55,8 @@ class ContextParallel:
         that of whole sequences if the model gets the same `num_items_in_batch` in all processes.
 
         Args:
-            model: a DCFormer, a DCPythia or a decoder of `with_composed_heads`, with a language modeling head.
+            model: a DCFormer, a DCPythia or a decoder of `with_composed_heads`, with a language modeling head; perhaps with
+                PEFT's adapters.
             whole: `input_ids` `[B, T]` or `inputs_embeds` `[B, T, E]`; and perhaps `position_ids` `[B, T]`, which mark
                 packed documents by restarting, `labels` `[B, T]`, and `shift_labels` `[B, T]`, in which the labels are
                 at the places that predict them.
@@ -89,10 +91,11 @@ class ContextParallel:
         Raises:
             ValueError: processes cannot share the sequences of this model.
         """
+        model = causal_model_in(model)
         if model in self._checked:
             return
         name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-        if not (model.can_generate() and getattr(model, "supports_paged_cache", False)):
+        if not getattr(model, "supports_paged_cache", False):
             raise ValueError(
                 f"processes cannot share sequences of {name}; they can those of DCFormer and DCPythia without CARoPE, "
                 "and of decoders of with_composed_heads, with a language modeling head"

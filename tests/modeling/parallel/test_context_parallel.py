@@ -10,6 +10,7 @@ import torch.distributed as dist
 from accelerate.utils import send_to_device
 from cases.models import SMALL, make_model
 from cases.processes import in_processes
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
@@ -178,6 +179,17 @@ def test_a_mask_of_all_pairs_takes_no_memory_when_a_part_is_moved_to_the_model(t
     shared(2, tmp_path, work)
 
 
+def test_adapters_of_heads_composed_in_place_learn_the_same(tmp_path: Path) -> None:
+    def work(context: ContextParallel) -> None:
+        torch.manual_seed(1)
+        model_class, config = IN_PLACE["experts"]
+        plain = dynattn.with_composed_heads(model_class, compose_rank=2)(config)
+        model = get_peft_model(plain, LoraConfig(target_modules=["q_proj", "k_proj"], task_type="CAUSAL_LM"))
+        assert_parts_make_the_whole(context, model.double(), texts(packed=False), IN_FLOAT32)
+
+    shared(2, tmp_path, work)
+
+
 def test_every_process_has_as_many_visible_pairs(tmp_path: Path) -> None:
     def work(context: ContextParallel) -> None:
         whole = torch.arange(TOKENS)[None]
@@ -196,6 +208,7 @@ def test_every_process_has_as_many_visible_pairs(tmp_path: Path) -> None:
 def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     partly = dynattn.with_composed_heads(MixtralForCausalLM, names=["model.layers.0.self_attn"])
     bart, opt = map(dynattn.with_composed_heads, (BartForCausalLM, OPTForCausalLM))
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     stretched = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     in_place = MixtralForCausalLM(IN_PLACE["experts"][1])
     dynattn.compose_heads_of(in_place)
@@ -207,13 +220,14 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
         refused: list[tuple[str, PreTrainedModel, dict[str, Any]]] = [
             (r"\['attention_mask'\] cannot be divided", model, {"attention_mask": torch.ones_like(ids)}),
             ("multiple of 4", model, {"input_ids": ids[:, :10]}),
-            ("cannot share sequences of DCFormerForSeq", dynattn.DCFormerForSequenceClassification(model.config), {}),
+            ("ForSequenceClassification has no language", dynattn.DCFormerForSequenceClassification(model.config), {}),
             ("without CARoPE", make_model(position_scheme="carope"), {}),
             ("rope_type 'dynamic' rotates", make_model(rope_parameters=stretched), {}),
             ("only if every layer has composed heads", partly(IN_PLACE["experts"][1]), {}),
             ("it: ComposedBart.* no position_ids, [^;]*; let each process read whole", bart(BartConfig(**BART)), {}),
             ("layerdrop=0.1 skips other layers", opt(OPTConfig(**OPT, layerdrop=0.1)), {}),
             ("of MixtralForCausalLM; they can those of .* with_composed_heads", in_place, {}),
+            ("a PEFT model with a trained prompt", get_peft_model(make_model(), prompt), {}),
             ("'flash_attention_2' cannot attend", flash, {}),
         ]
         for message, refusing, changes in refused:
