@@ -94,16 +94,12 @@ class ContextParallel:
         model = causal_model_in(model)
         if model in self._checked:
             return
-        name, config = type(model).__name__, model.config.get_text_config(decoder=True)
         if not getattr(model, "supports_paged_cache", False):
             raise ValueError(
-                f"processes cannot share sequences of {name}; they can those of DCFormer and DCPythia without CARoPE, "
-                "and of decoders of with_composed_heads, with a language modeling head"
+                f"processes cannot share sequences of {type(model).__name__}; they can those of DCFormer and DCPythia "
+                "without CARoPE, and of decoders of with_composed_heads, with a language modeling head"
             )
-        if rope_type := batch_dependent_rope(config):
-            raise ValueError(f"rope_type {rope_type!r} rotates by the longest part, which differs between processes")
-        if getattr(config, "layerdrop", 0):
-            raise ValueError(f"layerdrop={config.layerdrop} skips other layers in each process; set it to 0")
+        check_fields(model)
         if not is_of_family(model) and model.device.type != "meta":
             check_layers(model)
         self._checked.add(model)
@@ -216,12 +212,34 @@ class SharedAttention:
         return unpack_factors(packed, stage.static, stage.groups)
 
 
+def check_fields(model: PreTrainedModel) -> None:
+    """Raises ValueError for fields of a configuration that make parts differ from whole sequences."""
+    config = model.config.get_text_config(decoder=True)
+    if rope_type := batch_dependent_rope(config):
+        raise ValueError(f"rope_type {rope_type!r} rotates by the longest part, which differs between processes")
+    if getattr(config, "layerdrop", 0):
+        raise ValueError(f"layerdrop={config.layerdrop} skips other layers in each process; set it to 0")
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            "output_router_logits=True adds a loss of the routers, which is no sum over tokens that parts could share; "
+            "set it to False"
+        )
+    if is_of_family(model) and config.attention_dropout:
+        raise ValueError(
+            f"attention_dropout={config.attention_dropout} drops probabilities, which attention to the keys of all "
+            "processes cannot; set it to 0"
+        )
+
+
 @torch.no_grad()
 def check_layers(model: PreTrainedModel) -> None:
-    """Raises ValueError unless every layer of a model of Transformers attends by a `key_source`."""
+    """Raises ValueError unless every layer of a model of Transformers attends by a `key_source`, and its loss adds up.
+
+    A model that shifts labels by itself finds no target in one token, and its loss is then no number.
+    """
     name, probe = type(model).__name__, Probe()
     try:
-        windows = dict(enumerate(configured_windows(model)))
+        windows = configured_windows(model)
     except ValueError as error:
         cause = str(error).partition("; ")[0]  # what follows it is advice for generation
         raise ValueError(
@@ -229,12 +247,18 @@ def check_layers(model: PreTrainedModel) -> None:
             "whole sequences"
         ) from error
     zero = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    mask = no_mask(model, 1, model.device)
-    model(input_ids=zero, position_ids=zero, attention_mask=mask, key_source=probe, use_cache=False)
-    found = {call.layer: call.window for call in probe.calls}
-    if len(probe.calls) != len(windows) or found != windows:
+    given: Any = {"input_ids": zero, "position_ids": zero, "labels": zero, "shift_labels": zero, "use_cache": False}
+    output = model(**given, attention_mask=no_mask(model, 1, model.device), key_source=probe)
+    found = [(call.layer, call.window) for call in probe.calls]
+    if len(found) != len(windows) or dict(found) != dict(enumerate(windows)):
         raise ValueError(
-            f"layers of {name} attend with windows {found}, and its configuration says {windows}; processes can share "
-            "sequences only if every layer has composed heads, gets the model's keywords and has the window of the "
-            "configuration"
+            f"layers of {name} attend as (layer, window) {found}, and its configuration says "
+            f"{list(enumerate(windows))}; processes can share sequences only if every layer has composed heads, "
+            "attends once, gets the model's keywords and has the window of the configuration"
+        )
+    loss = getattr(output, "loss", None)
+    if loss is not None and not loss.isfinite():
+        raise ValueError(
+            f"the loss of {name} does not read shift_labels, so that targets between parts would be lost; take the "
+            "model class for causal language modeling"
         )

@@ -21,6 +21,7 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
+    GPT2DoubleHeadsModel,
     GPT2LMHeadModel,
     MixtralConfig,
     MixtralForCausalLM,
@@ -168,17 +169,6 @@ def test_three_processes_compute_what_one_does_with_layers_that_are_recomputed(t
     shared(3, tmp_path, work)
 
 
-def test_a_mask_of_all_pairs_takes_no_memory_when_a_part_is_moved_to_the_model(tmp_path: Path) -> None:
-    def work(context: ContextParallel) -> None:
-        model_class, config = IN_PLACE["experts"]
-        model = dynattn.with_composed_heads(model_class, compose_rank=2)(config).to("meta")
-        mask = send_to_device(context.part(model, **texts(packed=False)), model.device)["attention_mask"]
-        assert mask.shape[2:] == (TOKENS // 2, TOKENS // 2)
-        assert mask.stride()[2:] == (0, 0)
-
-    shared(2, tmp_path, work)
-
-
 def test_adapters_of_heads_composed_in_place_learn_the_same(tmp_path: Path) -> None:
     def work(context: ContextParallel) -> None:
         torch.manual_seed(1)
@@ -186,6 +176,17 @@ def test_adapters_of_heads_composed_in_place_learn_the_same(tmp_path: Path) -> N
         plain = dynattn.with_composed_heads(model_class, compose_rank=2)(config)
         model = get_peft_model(plain, LoraConfig(target_modules=["q_proj", "k_proj"], task_type="CAUSAL_LM"))
         assert_parts_make_the_whole(context, model.double(), texts(packed=False), IN_FLOAT32)
+
+    shared(2, tmp_path, work)
+
+
+def test_a_mask_of_all_pairs_takes_no_memory_when_a_part_is_moved_to_the_model(tmp_path: Path) -> None:
+    def work(context: ContextParallel) -> None:
+        model_class, config = IN_PLACE["experts"]
+        model = dynattn.with_composed_heads(model_class, compose_rank=2)(config).to("meta")
+        mask = send_to_device(context.part(model, **texts(packed=False)), model.device)["attention_mask"]
+        assert mask.shape[2:] == (TOKENS // 2, TOKENS // 2)
+        assert mask.stride()[2:] == (0, 0)
 
     shared(2, tmp_path, work)
 
@@ -207,7 +208,12 @@ def test_every_process_has_as_many_visible_pairs(tmp_path: Path) -> None:
 
 def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     partly = dynattn.with_composed_heads(MixtralForCausalLM, names=["model.layers.0.self_attn"])
-    bart, opt = map(dynattn.with_composed_heads, (BartForCausalLM, OPTForCausalLM))
+    bart, opt, double, mixtral = map(
+        dynattn.with_composed_heads, (BartForCausalLM, OPTForCausalLM, GPT2DoubleHeadsModel, MixtralForCausalLM)
+    )
+    routed = mixtral(MixtralConfig(**TINY, num_local_experts=4, output_router_logits=True))
+    repeating = mixtral(IN_PLACE["experts"][1])
+    repeating.model.layers[1] = repeating.model.layers[0]
     prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     stretched = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     in_place = MixtralForCausalLM(IN_PLACE["experts"][1])
@@ -227,7 +233,12 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
             ("it: ComposedBart.* no position_ids, [^;]*; let each process read whole", bart(BartConfig(**BART)), {}),
             ("layerdrop=0.1 skips other layers", opt(OPTConfig(**OPT, layerdrop=0.1)), {}),
             ("of MixtralForCausalLM; they can those of .* with_composed_heads", in_place, {}),
+            ("output_router_logits=True adds a loss", routed, {}),
+            ("the loss of ComposedGPT2DoubleHeadsModel does not read", double(IN_PLACE["learned positions"][1]), {}),
+            (r"attend as \(layer, window\) \[\(0, None\), \(0, None\)\]", repeating, {}),
+            ("attention_dropout=0.1 drops", make_model(**PLAIN, attention_dropout=0.1), {}),
             ("a PEFT model with a trained prompt", get_peft_model(make_model(), prompt), {}),
+            ("cannot share sequences of MixtralForCausalLM", MixtralForCausalLM(IN_PLACE["experts"][1]), {}),
             ("'flash_attention_2' cannot attend", flash, {}),
         ]
         for message, refusing, changes in refused:
