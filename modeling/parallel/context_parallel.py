@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from ..common.decoder_heads import causal_model_in
-from ..common.input_checks import check_tokens
+from ..common.input_checks import check_position_ids, check_tokens
 from ..common.packed_documents import packed_starts
 from ..ops.chunked_loss import IGNORED
 from ..ops.dcmha.attention import Attention
@@ -74,6 +74,7 @@ class ContextParallel:
         tokens = whole["input_ids" if "input_ids" in whole else "inputs_embeds"]
         shape = tokens.shape[:2]
         given = whole.get("position_ids")
+        check_position_ids(given, tokens)
         starts = None if given is None else packed_starts(given, shape)
         if "labels" in whole and "shift_labels" not in whole:
             whole["shift_labels"] = F.pad(whole["labels"][:, 1:], (0, 1), value=IGNORED)
@@ -182,7 +183,16 @@ class SharedAttention:
             pre, post: the composition of both stages, with the factors of these tokens on both sides.
             attend: the implementation of attention.
             tables: by distance, with a row for each of `key_count` keys.
+
+        Raises:
+            ValueError: the layer does not attend to just the tokens of this process.
         """
+        part = self.length // self.context.processes
+        if query.shape[2] != part or key.shape[2] != part:
+            raise ValueError(
+                f"layer {layer} attends with {query.shape[2]} queries and {key.shape[2]} keys, and a part has {part} "
+                "tokens; give the model no cache, and leave out logits_to_keep"
+            )
         key, value = (self.context.gather(states, dim=2) for states in autocast(key, value))
         stages = [None if stage is None else self._with_all_keys(stage) for stage in (pre, post)]
         outputs = []

@@ -28,6 +28,7 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
+    StaticCache,
 )
 
 import dynattn
@@ -226,6 +227,7 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
         refused: list[tuple[str, PreTrainedModel, dict[str, Any]]] = [
             (r"\['attention_mask'\] cannot be divided", model, {"attention_mask": torch.ones_like(ids)}),
             ("multiple of 4", model, {"input_ids": ids[:, :10]}),
+            (r"position_ids of shape \(1, 12\) must be", model, {"position_ids": torch.arange(12)[None]}),
             ("ForSequenceClassification has no language", dynattn.DCFormerForSequenceClassification(model.config), {}),
             ("without CARoPE", make_model(position_scheme="carope"), {}),
             ("rope_type 'dynamic' rotates", make_model(rope_parameters=stretched), {}),
@@ -244,6 +246,8 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
         for message, refusing, changes in refused:
             with pytest.raises(ValueError, match=message):
                 refusing(**context.part(refusing, **{"input_ids": ids, **changes}))
+        with pytest.raises(ValueError, match="layer 1 attends with 24 queries and 64 keys, and a part has 24 tokens"):
+            model(**context.part(model, input_ids=ids), past_key_values=StaticCache(model.config, max_cache_len=64))
         with pytest.raises(ValueError, match="the mesh has 2 dimensions"):
             ContextParallel(init_device_mesh("cpu", (1, 2)))
 
