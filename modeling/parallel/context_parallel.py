@@ -47,6 +47,7 @@ class ContextParallel:
             raise ValueError(f"the mesh has {mesh.ndim} dimensions; give the one whose processes share sequences")
         self.mesh, self.processes, self.process = mesh, mesh.size(), mesh.get_local_rank()
         self._checked: WeakSet[PreTrainedModel] = WeakSet()
+        self._has_compared = False
 
     def part(self, model: PreTrainedModel, **whole: Tensor) -> dict[str, Any]:
         """The arguments of `model` for this process's part of whole sequences, the same in all processes of the group.
@@ -62,7 +63,8 @@ class ContextParallel:
                 at the places that predict them.
 
         Raises:
-            ValueError: see `check` and `take`; or another argument is given, such as a mask.
+            ValueError: see `check` and `take`; another argument is given, such as a mask; or processes differ in the
+                first sequences that they divide.
         """
         if unknown := sorted(whole.keys() - {*OF_TOKENS}):
             raise ValueError(
@@ -75,6 +77,7 @@ class ContextParallel:
         shape = tokens.shape[:2]
         given = whole.get("position_ids")
         check_position_ids(given, tokens)
+        self._compare(tokens)
         starts = None if given is None else packed_starts(given, shape)
         if "labels" in whole and "shift_labels" not in whole:
             whole["shift_labels"] = F.pad(whole["labels"][:, 1:], (0, 1), value=IGNORED)
@@ -104,6 +107,25 @@ class ContextParallel:
         if not is_of_family(model) and model.device.type != "meta":
             check_layers(model)
         self._checked.add(model)
+
+    def _compare(self, tokens: Tensor) -> None:
+        """Raises ValueError unless all processes have the same tokens `[B, T]`, or embeddings of as many `[B, T, E]`.
+
+        Loaders often give each process other data. Only the first sequences are compared, because that takes time.
+        """
+        if self._has_compared:
+            return
+        rows, length = tokens.shape[:2]
+        ids = torch.zeros_like(tokens[..., 0], dtype=torch.long) if tokens.ndim == 3 else tokens.long()
+        places = torch.arange(1, ids.numel() + 1, device=ids.device)
+        mine = torch.stack([(ids.flatten() * places).sum(), ids.new_tensor(rows << 32 | length)])
+        marks = self.gather(mine[None].to(self.mesh.device_type)).unflatten(1, (2, -1))[0]  # [2, P]
+        if (marks != marks[:, :1]).any():
+            raise ValueError(
+                "the processes of a group have different sequences, and would mix them up; give all of them the same, "
+                "for example by a sampler that divides data among groups"
+            )
+        self._has_compared = True
 
     def take(self, whole: Tensor, dim: int = 1) -> Tensor:
         """The part of this process, of a tensor with the tokens of whole sequences in dimension `dim`.

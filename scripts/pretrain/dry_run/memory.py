@@ -72,6 +72,7 @@ class ImaginedGroup(ContextParallel):
 
     def __init__(self, processes: int) -> None:
         self.processes, self.process, self._checked = processes, 0, weakref.WeakSet()
+        self._has_compared = True  # there is nothing to compare with
 
     def gather(self, part: Tensor, dim: int = 1) -> Tensor:
         """As many copies of `part` as there are processes."""

@@ -252,3 +252,15 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
             ContextParallel(init_device_mesh("cpu", (1, 2)))
 
     shared(2, tmp_path, work)
+
+
+@pytest.mark.parametrize("form", ["tokens", "lengths", "embeddings"])
+def test_processes_that_read_different_sequences_are_refused(form: str, tmp_path: Path) -> None:
+    def work(context: ContextParallel) -> None:
+        model, ids = make_model(), texts(packed=False)["input_ids"]
+        ids = (ids + context.process) % 97 if form == "tokens" else ids[:, context.process * 4 :]
+        given = {"inputs_embeds": model.model.embed_tokens(ids)} if form == "embeddings" else {"input_ids": ids}
+        with pytest.raises(ValueError, match="the processes of a group have different sequences"):
+            model(**context.part(model, **given))
+
+    shared(2, tmp_path, work)
