@@ -49,7 +49,7 @@ class ContextParallel:
         self._checked: WeakSet[PreTrainedModel] = WeakSet()
         self._has_compared = False
 
-    def part(self, model: PreTrainedModel, **whole: Tensor) -> dict[str, Any]:
+    def part(self, model: PreTrainedModel, **whole: Tensor | None) -> dict[str, Any]:
         """The arguments of `model` for this process's part of whole sequences, the same in all processes of the group.
 
         The model then returns the logits of this part, `[B, T / P, V]`, and its share of the loss, which adds up to
@@ -72,17 +72,17 @@ class ContextParallel:
                 "pad behind the text"
             )
         self.check(model)
-        check_tokens(whole.get("input_ids"), whole.get("inputs_embeds"))
-        tokens = whole["input_ids" if "input_ids" in whole else "inputs_embeds"]
+        batch = {name: tensor for name, tensor in whole.items() if tensor is not None}
+        check_tokens(batch.get("input_ids"), batch.get("inputs_embeds"))
+        tokens, given = batch["input_ids" if "input_ids" in batch else "inputs_embeds"], batch.get("position_ids")
         shape = tokens.shape[:2]
-        given = whole.get("position_ids")
         check_position_ids(given, tokens)
         self._compare(tokens)
         starts = None if given is None else packed_starts(given, shape)
-        if "labels" in whole and "shift_labels" not in whole:
-            whole["shift_labels"] = F.pad(whole["labels"][:, 1:], (0, 1), value=IGNORED)
-        whole["position_ids"] = torch.arange(shape[1], device=tokens.device)[None] if given is None else given
-        mine: dict[str, Any] = {name: self.take(tensor) for name, tensor in whole.items()}
+        if "labels" in batch and "shift_labels" not in batch:
+            batch["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+        batch["position_ids"] = torch.arange(shape[1], device=tokens.device)[None] if given is None else given
+        mine: dict[str, Any] = {name: self.take(tensor) for name, tensor in batch.items()}
         shared = SharedAttention(self, shape[1], None if starts is None else self.take(starts))
         mask = no_mask(model, mine["position_ids"].shape[1], model.device)
         return mine | {"attention_mask": mask, "key_source": shared, "use_cache": False}

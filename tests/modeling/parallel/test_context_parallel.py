@@ -185,7 +185,8 @@ def test_a_mask_of_all_pairs_takes_no_memory_when_a_part_is_moved_to_the_model(t
     def work(context: ContextParallel) -> None:
         model_class, config = IN_PLACE["experts"]
         model = dynattn.with_composed_heads(model_class, compose_rank=2)(config).to("meta")
-        mask = send_to_device(context.part(model, **texts(packed=False)), model.device)["attention_mask"]
+        part = context.part(model, input_ids=texts(packed=False)["input_ids"], inputs_embeds=None, labels=None)
+        mask = send_to_device(part, model.device)["attention_mask"]
         assert mask.shape[2:] == (TOKENS // 2, TOKENS // 2)
         assert mask.stride()[2:] == (0, 0)
 
