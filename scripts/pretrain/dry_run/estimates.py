@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ...common.errors import UserError
 from ...common.flops import ModelFlops
 from ..arguments import PretrainArguments
+from ..data.length_warmup import LengthWarmup
 from ..engines.choice import check_zero, obstacle_to_zero
 from ..engines.sequence_groups import check_division
 from ..model import checkpoint_activations_if_asked, count_parameters, plan_config
@@ -160,7 +161,7 @@ def _shapes_of(config: PreTrainedConfig) -> PreTrainedModel:
 def _build(config: PreTrainedConfig, arguments: PretrainArguments) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if arguments.context_processes > 1:
-        check_division(model, ImaginedGroup(arguments.context_processes), [arguments.sequence_length])
+        check_division(model, ImaginedGroup(arguments.context_processes), LengthWarmup.of(arguments).lengths)
     checkpoint_activations_if_asked(model, arguments)
     return model
 

@@ -220,6 +220,10 @@ def test_gpus_that_share_sequences_need_less_memory_and_make_smaller_updates():
         (["--context_processes", "3"], "context_processes=3 does not divide the 4 GPUs"),
         (["--context_processes", "4", "--sequence_length", "100"], "cut sequences into 8 chunks, and 100 tokens"),
         (
+            ["--context_processes", "4", "--length_warmup_steps", "2", "--shortest_length", "4"],
+            "cut sequences into 8 chunks, and 4 tokens",
+        ),
+        (
             ["--context_processes", "2", "--model_type", "rcmha", "--model_size", "tiny"],
             "cannot share sequences of RCMHAForCausalLM",
         ),
