@@ -7,7 +7,7 @@ from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -49,15 +49,15 @@ class ContextParallel:
         self._checked: WeakSet[PreTrainedModel] = WeakSet()
         self._has_compared = False
 
-    def part(self, model: PreTrainedModel, **whole: Tensor | None) -> dict[str, Any]:
+    def part(self, model: nn.Module, **whole: Tensor | None) -> dict[str, Any]:
         """The arguments of `model` for this process's part of whole sequences, the same in all processes of the group.
 
         The model then returns the logits of this part, `[B, T / P, V]`, and its share of the loss, which adds up to
         that of whole sequences if the model gets the same `num_items_in_batch` in all processes.
 
         Args:
-            model: a DCFormer, a DCPythia or a decoder of `with_composed_heads`, with a language modeling head; perhaps with
-                PEFT's adapters.
+            model: a DCFormer, a DCPythia or a decoder of `with_composed_heads`, with a language modeling head; perhaps in
+                the wrappers that `unwrapped` knows.
             whole: `input_ids` `[B, T]` or `inputs_embeds` `[B, T, E]`; and perhaps `position_ids` `[B, T]`, which mark
                 packed documents by restarting, `labels` `[B, T]`, and `shift_labels` `[B, T]`, in which the labels are
                 at the places that predict them.
@@ -84,10 +84,11 @@ class ContextParallel:
         batch["position_ids"] = torch.arange(shape[1], device=tokens.device)[None] if given is None else given
         mine: dict[str, Any] = {name: self.take(tensor) for name, tensor in batch.items()}
         shared = SharedAttention(self, shape[1], None if starts is None else self.take(starts))
-        mask = no_mask(model, mine["position_ids"].shape[1], model.device)
+        plain = unwrapped(model)
+        mask = no_mask(plain, mine["position_ids"].shape[1], plain.device)
         return mine | {"attention_mask": mask, "key_source": shared, "use_cache": False}
 
-    def check(self, model: PreTrainedModel) -> None:
+    def check(self, model: nn.Module) -> None:
         """Looks at the configuration of a model, and runs a model of Transformers once, on one token.
 
         A model on the meta device, whose weights will come from another process, is left to that process to run.
@@ -95,7 +96,7 @@ class ContextParallel:
         Raises:
             ValueError: processes cannot share the sequences of this model.
         """
-        model = causal_model_in(model)
+        model = unwrapped(model)
         if model in self._checked:
             return
         if not getattr(model, "supports_paged_cache", False):
@@ -242,6 +243,17 @@ class SharedAttention:
             return stage
         packed = {"query": pack_side(stage, "query"), "key": self.context.gather(terms)}
         return unpack_factors(packed, stage.static, stage.groups)
+
+
+def unwrapped(model: Any) -> PreTrainedModel:
+    """The model in the wrappers of DistributedDataParallel, `torch.compile` and PEFT's adapters.
+
+    Raises:
+        ValueError: it has no language modeling head, or PEFT puts a trained prompt before the tokens.
+    """
+    while (inside := getattr(model, "_orig_mod", getattr(model, "module", None))) is not None:
+        model = inside
+    return causal_model_in(model)
 
 
 def check_fields(model: PreTrainedModel) -> None:

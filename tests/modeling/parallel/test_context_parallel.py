@@ -13,6 +13,7 @@ from cases.processes import in_processes
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     BartConfig,
     BartForCausalLM,
@@ -177,6 +178,9 @@ def test_adapters_of_heads_composed_in_place_learn_the_same(tmp_path: Path) -> N
         plain = dynattn.with_composed_heads(model_class, compose_rank=2)(config)
         model = get_peft_model(plain, LoraConfig(target_modules=["q_proj", "k_proj"], task_type="CAUSAL_LM"))
         assert_parts_make_the_whole(context, model.double(), texts(packed=False), IN_FLOAT32)
+        for wrapped in (plain, DistributedDataParallel(model), torch.compile(model)):
+            again = ContextParallel(context.mesh)
+            assert again.part(wrapped, **texts(packed=False))["input_ids"].shape[1] == TOKENS // 2
 
     shared(2, tmp_path, work)
 
