@@ -56,8 +56,8 @@ class ContextParallel:
         that of whole sequences if the model gets the same `num_items_in_batch` in all processes.
 
         Args:
-            model: a DCFormer, a DCPythia or a decoder of `with_composed_heads`, with a language modeling head; perhaps in
-                the wrappers that `unwrapped` knows.
+            model: a DCFormer, a DCPythia or a decoder of `with_composed_heads`, with a language modeling head; perhaps
+                in the wrappers that `unwrapped` knows.
             whole: `input_ids` `[B, T]` or `inputs_embeds` `[B, T, E]`; and perhaps `position_ids` `[B, T]`, which mark
                 packed documents by restarting, `labels` `[B, T]`, and `shift_labels` `[B, T]`, in which the labels are
                 at the places that predict them.
