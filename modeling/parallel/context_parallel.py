@@ -89,7 +89,7 @@ class ContextParallel:
         return mine | {"attention_mask": mask, "key_source": shared, "use_cache": False}
 
     def check(self, model: nn.Module) -> None:
-        """Looks at the configuration of a model, and runs a model of Transformers once, on one token.
+        """Raises unless processes can share sequences of a model; a model of Transformers is run once, on one token.
 
         A model on the meta device, whose weights will come from another process, is left to that process to run.
 

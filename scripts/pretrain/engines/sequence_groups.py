@@ -50,7 +50,7 @@ class SequenceGroups:
         return self.context is None or self.context.process == 0
 
     def divide(self, model: PreTrainedModel, lengths: Iterable[int]) -> None:
-        """As `check_division`, for the model that `part` makes arguments for."""
+        """Chooses the model that `part` makes arguments for, after `check_division` of it."""
         self.model = model
         if self.context is not None:
             check_division(model, self.context, lengths)
