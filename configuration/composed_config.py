@@ -141,6 +141,10 @@ class ComposedConfig(CompositionConfig):
         """Whether heads are composed, or layers read tables by distance."""
         return self.composes or self.has_distance_tables
 
+    def has_separate_heads(self) -> bool:
+        """As the base; not where positions have a row or a rotation for each of all heads."""
+        return super().has_separate_heads() and not self.has_distance_tables and "carope" not in self.schemes
+
     def validate_sliding_window(self) -> None:
         """Part of the strict validation: layer types exist, and sliding layers have a window."""
         check_layer_types(self)

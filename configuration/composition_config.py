@@ -10,6 +10,16 @@ from .mixers import mixer_fields
 from .portable_config import PortableConfig, default_head_dim
 
 QK_NORM_TYPES = ("rms_norm", "layer_norm", "joint_rms_norm")
+# What tensor parallelism splits of attention where a device can have some of the heads, by styles of Transformers and
+# of `modeling/layers/tensor_parallel.py`. The norms have one weight for all heads, whose gradients add up.
+WHOLE_HEADS, HEAD_GROUPS = "whole_heads", "head_groups"
+ATTENTION_PLAN = {
+    "layers.*.self_attn": WHOLE_HEADS,
+    **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+    **{f"layers.*.self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in "qk"},
+    "layers.*.self_attn.composition": HEAD_GROUPS,
+    "layers.*.self_attn.o_proj": "rowwise",
+}
 
 
 @strict
@@ -93,6 +103,11 @@ class CompositionConfig(PortableConfig):
                 f"{type(self).__name__}(**dynattn.mixer_fields({kwargs['mixer']!r}), ...)"
             )
         super().__post_init__(**kwargs)
+        if self.base_model_tp_plan is not None and self.has_separate_heads():
+            parts = {"_norm": self.use_qk_norm, "composition": self.composes}
+            missing = tuple(name for name, exists in parts.items() if not exists)
+            attention = {rule: style for rule, style in ATTENTION_PLAN.items() if not rule.endswith(missing)}
+            self.base_model_tp_plan = {**self.base_model_tp_plan, **attention}  # type: ignore[misc]
 
     def fill_defaults(self) -> None:
         """Also sets the number of key heads and the width of a head."""
@@ -143,6 +158,16 @@ class CompositionConfig(PortableConfig):
         """What `composes` says, for subclasses to extend: `torch.compile` cannot read a property of `super()`."""
         terms = bool(self.compose_sides) or self.compose_static or self.differential_heads
         return bool(self.compose_stages) and terms
+
+    def has_separate_heads(self) -> bool:
+        """Whether some heads can attend without the others, so that tensor parallelism splits attention.
+
+        Composition mixes heads inside their group. Several groups can be apart if the key heads can, too.
+        """
+        if self.num_key_value_heads is None or (self.use_qk_norm and self.qk_norm_type == "joint_rms_norm"):
+            return False
+        groups = self.compose_groups if self.composes else self.num_key_value_heads
+        return groups > 1 and self.num_key_value_heads % groups == 0
 
     @property
     def needs_own_ops(self) -> bool:

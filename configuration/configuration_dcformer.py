@@ -56,10 +56,10 @@ class DCFormerConfig(ComposedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
         if self.mgate_dim is not None:
             # No tensor parallelism for the MLP: a device would hold the activations of some groups, but gates for all.
-            self.base_model_tp_plan = None  # type: ignore[misc]
+            self.base_model_tp_plan = {}  # type: ignore[misc]
+        super().__post_init__(**kwargs)
 
     def validate_norm_placement(self) -> None:
         """Part of the strict validation: there is such a place for norms."""

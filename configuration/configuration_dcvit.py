@@ -82,9 +82,9 @@ class DCViTConfig(CompositionConfig):
     compose_act: str = "gelu_pytorch_tanh"
 
     def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
         if self.mlp_type == "swiglu":
             self.base_model_tp_plan = GATED_MLP_PLAN  # type: ignore[misc]
+        super().__post_init__(**kwargs)
 
     @property
     def image_shape(self) -> tuple[int, int]:

@@ -20,8 +20,7 @@ VISIBILITY_FIELDS = ("layer_types", "memory_type", "sliding_window")
 # Fields with one entry for each layer.
 PER_LAYER_FIELDS = ("layer_types", "no_rope_layers")
 
-# What tensor parallelism splits. Attention stays whole on every device, because composition reads all heads of a query
-# and a key.
+# What tensor parallelism splits of the MLP.
 MLP_PLAN = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
 GATED_MLP_PLAN = {**MLP_PLAN, "layers.*.mlp.gate_proj": "colwise"}
 

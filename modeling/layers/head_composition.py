@@ -13,6 +13,7 @@ from transformers.activations import ACT2FN
 from ..ops.dcmha.composition import SIDES, Composition, unpack_factors
 from ..ops.modes import without_autocast
 from .rms_norm import rms_norm
+from .tensor_parallel import GROUP_DIMENSIONS
 
 
 class PackedFactors(NamedTuple):
@@ -26,6 +27,12 @@ class PackedFactors(NamedTuple):
     post_query: Tensor | None = None  # [B, T, terms, H]
     post_key: Tensor | None = None  # [B, S, terms, H]
     static: Tensor | None = None  # [P, H, H], block-diagonal
+
+    @property
+    def heads(self) -> int | None:
+        """The number of heads, under tensor parallelism of those of this process; None without any terms."""
+        present = [terms for terms in self if terms is not None]
+        return int(present[0].shape[-1]) if present else None
 
     @property
     def keys(self) -> Tensor | None:
@@ -82,16 +89,16 @@ class DynamicComposition(nn.Module):
         """
         super().__init__()
         self.stages, self.sides = config.compose_stages, config.compose_sides if sides is None else sides
-        self.groups, self.num_heads = config.compose_groups, config.num_attention_heads
+        self.groups, self.num_heads = config.compose_groups, config.num_attention_heads  # of all processes
         self.rank = config.compose_rank if config.compose_low_rank else 0
         self.has_gate, self.eps = config.compose_gate, config.compose_norm_eps
         self.act_fn = ACT2FN[config.compose_act]
         self.dropout = nn.Dropout(config.compose_dropout)
-        heads = self.num_heads // self.groups  # of one group
+        self.group_size = heads = self.num_heads // self.groups
         width = config.compose_hidden_size or 2 * config.compose_rank * heads
-        components = len(self.stages) * len(self.sides)
+        self.components = components = len(self.stages) * len(self.sides)
         input_size = config.hidden_size if input_size is None else input_size
-        for name in ("hidden_weight", "factor_weight", "gate_weight", "static_weight"):
+        for name in GROUP_DIMENSIONS:
             self.register_parameter(name, None)
         if components and self.rank:
             self.hidden_weight = nn.Parameter(torch.empty(input_size, self.groups, components, width))
@@ -119,7 +126,7 @@ class DynamicComposition(nn.Module):
         if self.gate_weight is not None:
             terms.append(self._gates(hidden_states))
         # All components are packed and their groups joined at once, since few operations make a training step short.
-        packed = torch.cat(terms, dim=3).unflatten(0, (self.groups, -1))  # [G, C, B, T, terms, H/G]
+        packed = torch.cat(terms, dim=3).unflatten(0, (-1, self.components))  # [G, C, B, T, terms, H/G]
         components = packed.permute(1, 2, 3, 4, 0, 5).flatten(4).unbind(0)
         names = [f"{stage}_{side}" for stage in self.stages for side in self.sides]
         return PackedFactors(**dict(zip(names, components, strict=True)), static=static)
@@ -127,10 +134,11 @@ class DynamicComposition(nn.Module):
     def assemble(self, factors: PackedFactors) -> tuple[Composition | None, Composition | None]:
         """Returns (pre, post) for `dcmha_attention` from what `forward` returned for queries and for keys."""
         compositions: dict[str, Composition] = {}
+        groups = (factors.heads or self.num_heads) // self.group_size  # of this process
         for index, stage in enumerate(self.stages):
             static = None if factors.static is None else factors.static[index]
             packed = {side: getattr(factors, f"{stage}_{side}") for side in SIDES}
-            compositions[stage] = unpack_factors(packed, static, self.groups)
+            compositions[stage] = unpack_factors(packed, static, groups)
         return compositions.get("pre"), compositions.get("post")
 
     def _low_rank_terms(self, hidden_states: Tensor) -> list[Tensor]:
@@ -176,7 +184,7 @@ def init_composition(module: DynamicComposition, scale: float) -> None:
     With `scale` 0 the composition starts as the identity. Even then the weights of the down factors are not zero, so
     that gradients reach the up factors through them; a generator whose weights are all zero would never learn.
     """
-    heads = module.num_heads // module.groups
+    heads = module.group_size
     if module.factor_weight is not None:
         width = module.hidden_weight.shape[-1]
         init.normal_(module.hidden_weight, std=math.sqrt(2 / (module.hidden_weight.shape[0] + width)))

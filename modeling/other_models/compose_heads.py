@@ -11,6 +11,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from ...configuration.multihead_config import MultiheadConfig
 from ...configuration.portable_config import PortableConfig
 from ..layers.head_composition import DynamicComposition, init_composition
+from ..layers.tensor_parallel import plan_composed_attention
 from ..serving.batched_generation import BatchedGeneration
 from .adapters import ADAPTERS, adapter_of, plan_composition
 from .multihead_attention import ComposedMultiheadAttention
@@ -135,7 +136,7 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
             chosen = _chosen_options(options, getattr(config, "composed_heads", None))
             config = copy.copy(config)  # the caller may make a plain model of it, too
             super().__init__(config, *args, **kwargs)
-            compose_heads_of(self, **chosen)
+            self._tp_plan = _plan_with_generators(self, compose_heads_of(self, **chosen))
             chosen.pop("implementation", None)  # of this machine, which others may not have
             self.config.composed_heads = chosen
 
@@ -162,6 +163,17 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
     Composed.__name__ = Composed.__qualname__ = composed_name(model_class.__name__)
     Composed.__doc__ = f"A `{model_class.__name__}` with composed heads."
     return Composed
+
+
+def _plan_with_generators(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """The plan for tensor parallelism of a model whose attention modules `names` now compose heads."""
+    plan = model.tp_plan or {}
+    for name in names:
+        attention: Any = model.get_submodule(name)
+        generators = [part for part in ("composition", "key_composition") if getattr(attention, part, None) is not None]
+        if generators:
+            plan = plan_composed_attention(plan, name, attention.composition.groups, generators)
+    return plan
 
 
 def _chosen_options(given: dict[str, Any], kept: Any) -> dict[str, Any]:
@@ -244,8 +256,11 @@ def _plan_from(name: str, attention: nn.Module, options: dict[str, Any]) -> Call
     adapter = adapter_of(attention)
     assert adapter is not None
     _check_options(options, ())
-    if "forward" in vars(attention) or any(hasattr(part, "_hf_hook") for part in attention.modules()):
-        raise ValueError(f"{name} has a `forward` of its own, or one that Accelerate placed; compose heads before that")
+    if any("forward" in vars(part) or hasattr(part, "_hf_hook") for part in attention.modules()):
+        raise ValueError(
+            f"{name} or a part of it has a `forward` of its own, such as Accelerate and tensor parallelism place; "
+            "compose heads before that"
+        )
     try:
         return plan_composition(adapter, name, attention, options)
     except ValueError as error:

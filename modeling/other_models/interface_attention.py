@@ -135,12 +135,11 @@ class ComposedInterfaceAttention(SideGenerators):
             return None, None
         call, (batch, heads, length, _) = RUNNING.call or Call(), query.shape
         seen = () if call.query_input is None else call.query_input.shape[:-1]
-        if (*seen, heads) != (batch, length, self.composition.num_heads):
-            raise self._refusal(
-                f"attends in pieces, more than once, or with {heads} heads instead of {self.composition.num_heads}",
-                even_without_keys=True,
-            )
+        if seen != (batch, length):
+            raise self._refusal("attends in pieces, or more than once", even_without_keys=True)
         factors = self._factors(call)
+        if factors.heads not in (None, heads):
+            raise self._refusal(f"attends with {heads} heads instead of {factors.heads}", even_without_keys=True)
         call.query_input = call.key_input = None
         key_terms = factors.pre_key if factors.post_key is None else factors.post_key
         if self.composes_keys and (key_terms is None or key_terms.shape[1] != keys):

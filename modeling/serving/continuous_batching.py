@@ -45,6 +45,9 @@ class ServedModel:
         model.eval()  # as Transformers' manager does afterwards; in training some models skip layers
         self.model, self.layers = model, served_layers(model)
         self.config = row_config(model.config.get_text_config(decoder=True), self.layers.layout)
+        # With a plan that splits heads, Transformers would divide those of rows among the processes. The layout already
+        # has the heads of this process alone.
+        self.tp_plan: dict[str, str] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)

@@ -480,7 +480,7 @@ def test_a_model_is_composed_once() -> None:
 def test_two_attentions_at_once_are_refused_when_they_are_called() -> None:
     model = DiffLlamaForCausalLM(DiffLlamaConfig(**DECODER)).eval()
     compose_heads_of(model)
-    with pytest.raises(ValueError, match=r"DiffLlamaAttention attends in pieces, more than once, or .*; leave it out"):
+    with pytest.raises(ValueError, match=r"DiffLlamaAttention attends in pieces, or more than once; leave it out"):
         attend(model)
 
 
@@ -532,7 +532,7 @@ def test_continuous_batching_needs_keys_without_factors() -> None:
 def test_a_module_that_was_dispatched_before_is_refused() -> None:
     model = llama()
     cpu_offload(model, execution_device=torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"self_attn has .* Accelerate placed; compose heads before that"):
+    with pytest.raises(ValueError, match=r"self_attn or a part of it has .*; compose heads before that"):
         compose_heads_of(model)
 
 

@@ -1,0 +1,94 @@
+"""Tensor parallelism of composed heads: each process has some groups of heads, and generates the factors of these."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.distributed.tensor_parallel import (
+    ALL_PARALLEL_STYLES,
+    TensorParallelLayer,
+    replace_layer_number_by_wildcard,
+)
+
+from ...configuration.composition_config import HEAD_GROUPS, WHOLE_HEADS
+
+# The weights of a `DynamicComposition`, each with the dimension along which its groups of heads lie.
+GROUP_DIMENSIONS = {"hidden_weight": 1, "factor_weight": 0, "gate_weight": 1, "static_weight": 1}
+
+
+class WholeHeadsParallel(TensorParallelLayer):
+    """The style of attention modules whose projections are split."""
+
+    def install_forward(self, module: Any, mesh: DeviceMesh) -> nn.Module:
+        """Raises ValueError unless every process gets as many key heads, none of them in part; changes nothing."""
+        if (heads := module.config.num_key_value_heads) % mesh.size():
+            raise ValueError(
+                f"tp_size={mesh.size()} must divide num_key_value_heads ({heads}), because a head is in one process; "
+                "use a number of processes that does"
+            )
+        return module
+
+
+class HeadGroupsParallel(TensorParallelLayer):
+    """The style of generators in the plans of Transformers' tensor parallelism.
+
+    Heads mix only inside their group, so a process that has the queries, keys and values of whole groups composes them
+    as one with all heads does. Its generator has the weights of these groups alone.
+    """
+
+    def validate_param(self, module: Any, param: str, mesh: DeviceMesh, parameter_name: str | None = None) -> None:
+        """Raises ValueError unless every process gets as many groups."""
+        if module.groups % mesh.size():
+            raise ValueError(
+                f"tp_size={mesh.size()} must divide compose_groups ({module.groups}), because heads of a group are "
+                "mixed in one process; use a number of processes that does"
+            )
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        """Makes a weight one of which this process has its own groups; they are loaded later."""
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        weight = module._parameters[param]
+        if weight is not None:
+            local = distribute_tensor(weight, mesh, [Shard(GROUP_DIMENSIONS[param])], src_data_rank=None)
+            module._parameters[param] = nn.Parameter(local, requires_grad=weight.requires_grad)
+
+    def should_use_local_tensors(self, module: nn.Module) -> bool:
+        """True: `forward` sees the weights of this process's groups as usual tensors."""
+        return True
+
+    def transform_inputs_pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Lets the gradients of the hidden states `[B, T, E]`, which all processes read, add up over the processes."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        hidden_states: Tensor = args[0]
+        if not isinstance(hidden_states, DTensor):
+            hidden_states = DTensor.from_local(hidden_states, mesh, [Replicate()], run_check=False)
+        return (hidden_states.to_local(grad_placements=[Partial()]), *args[1:]), kwargs
+
+
+def plan_composed_attention(plan: dict[str, str], name: str, groups: int, generators: Iterable[str]) -> dict[str, str]:
+    """The plan of a model for tensor parallelism, changed for an attention module that now composes heads.
+
+    If the plan splits the module's heads, the weights of its `generators` are split, too. With one group of heads, all
+    of which mix, the module stays whole on every device instead.
+
+    Args:
+        plan: a style for each name of modules, with `*` for numbers of layers.
+        name: that of the attention module.
+    """
+    prefix = replace_layer_number_by_wildcard(name) + "."
+    rules = {rule: style for rule, style in plan.items() if rule.startswith(prefix)}
+    if not {"colwise", "packed_colwise"} & {*rules.values()}:
+        return plan
+    if groups > 1:
+        return plan | {prefix + generator: HEAD_GROUPS for generator in generators}
+    return {rule: style for rule, style in plan.items() if rule not in rules}
+
+
+STYLES: dict[str, Any] = {WHOLE_HEADS: WholeHeadsParallel(), HEAD_GROUPS: HeadGroupsParallel()}
+for name, style in STYLES.items():
+    ALL_PARALLEL_STYLES.register(name, style)
