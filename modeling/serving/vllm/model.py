@@ -1,14 +1,17 @@
 """Causal models with composed heads as vLLM runs them: our modules and weights, vLLM's scheduler and paged cache."""
 
 import copy
+import os
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutput
 from vllm.config import VllmConfig
+from vllm.distributed import get_world_group
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
 from ...other_models.compose_heads import composing_class
@@ -23,6 +26,8 @@ class ComposedForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         implementation = "triton" if vllm_config.device_config.device_type == "cuda" else "chunked"
+        self.processes = vllm_config.parallel_config.tensor_parallel_size
+        self.has_weights = False  # as the decoder of some models has when it is made
         self.decoder: Any = self.make_decoder(vllm_config.model_config, implementation)
         layers = served_layers(self.decoder)
         self.pages = nn.ModuleList(
@@ -31,15 +36,41 @@ class ComposedForCausalLM(nn.Module):
         )
         self.paged = PagedAttention(layers.layout, self._rows_of_layer)
 
-    @staticmethod
-    def make_decoder(options: Any, implementation: str) -> Any:
-        """The model, whose weights vLLM loads; `options` is vLLM's `ModelConfig`."""
+    def make_decoder(self, options: Any, implementation: str) -> Any:
+        """The model, whose weights vLLM loads unless each process has a part; `options` is vLLM's `ModelConfig`."""
+        if self.processes > 1:
+            return self.load_decoder(AutoModelForCausalLM, options, attn_implementation=implementation)
         with no_init_weights():
             decoder = AutoModelForCausalLM.from_config(
                 options.hf_config, dtype=options.dtype, attn_implementation=implementation
             )
         decoder.tie_weights()  # which Transformers does along with drawing initial weights
         return decoder
+
+    def load_decoder(self, auto_class: Any, options: Any, **given: Any) -> Any:
+        """The model with its weights, or with this process's part of them, as Transformers loads it.
+
+        Raises:
+            ValueError: the checkpoint lacks weights, for which Transformers would draw random ones.
+        """
+        if self.processes > 1:
+            os.environ["LOCAL_RANK"] = str(get_world_group().local_rank)  # of the device that Transformers chooses
+            given["distributed_config"] = DistributedConfig(tp_size=self.processes)
+        decoder, report = auto_class.from_pretrained(
+            options.model,
+            revision=options.revision,
+            config=options.hf_config,
+            dtype=options.dtype,
+            output_loading_info=True,
+            **given,
+        )
+        if missing := sorted(report["missing_keys"]):
+            raise ValueError(
+                f"the checkpoint {options.model} lacks weights ({len(missing)}), such as {missing[0]}; load it by "
+                "with_composed_heads in Transformers, which makes new ones, and save that"
+            )
+        self.has_weights = True
+        return decoder.eval()
 
     def _rows_of_layer(self, index: int) -> LayerRows:
         pages: Any = self.pages[index]
@@ -72,43 +103,24 @@ class ComposedForCausalLM(nn.Module):
         return self.decoder.lm_head(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Loads the tensors of a checkpoint, and returns the names of the parameters that got one."""
+        """Loads the tensors of a checkpoint, if it must, and returns the names of the parameters that have theirs."""
+        if self.has_weights:
+            return {name for name, _ in self.named_parameters()}
         return AutoWeightsLoader(self).load_weights(weights, mapper=WeightsMapper(orig_to_new_prefix={"": "decoder."}))
 
 
 class ComposedInPlaceForCausalLM(ComposedForCausalLM):
     """A causal model of Transformers whose heads `with_composed_heads` composes."""
 
-    @staticmethod
-    def make_decoder(options: Any, implementation: str) -> Any:
-        """The model with its weights: many checkpoints have other tensors than modules, which Transformers converts.
-
-        Raises:
-            ValueError: the checkpoint lacks weights, for which Transformers would draw random ones.
-        """
-        decoder, report = composing_class(AutoModelForCausalLM, options.hf_config).from_pretrained(
-            options.model,
-            revision=options.revision,
-            config=options.hf_config,
-            dtype=options.dtype,
-            output_loading_info=True,
-        )
-        if missing := sorted(report["missing_keys"]):
-            raise ValueError(
-                f"the checkpoint {options.model} lacks weights ({len(missing)}), such as {missing[0]}; load it by "
-                "with_composed_heads in Transformers, which makes new ones, and save that"
-            )
-        return decoder.eval()
+    def make_decoder(self, options: Any, implementation: str) -> Any:
+        """The model with its weights: many checkpoints have other tensors than modules, which Transformers converts."""
+        return self.load_decoder(composing_class(AutoModelForCausalLM, options.hf_config), options)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits `[T, V]` of hidden states `[T, E]`, which some models scale, bound or normalize besides."""
         head = copy.copy(self.decoder)
         head._modules = {**head._modules, head.base_model_prefix: GivenStates(hidden_states[None])}
         return head().logits[0]
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Returns the names of all parameters, which have their weights already."""
-        return {name for name, _ in self.named_parameters()}
 
 
 class HiddenStates(BaseModelOutput):

@@ -32,10 +32,10 @@ class ComposedOptions(VerifyAndUpdateConfig):
             )
         _limit_length(model)
         dtype, cache_dtype = str(model.dtype).removeprefix("torch."), vllm_config.cache_config.cache_dtype
-        if parallel.tensor_parallel_size > 1:
+        if parallel.tensor_parallel_size > 1 and parallel.data_parallel_size > 1:
             raise ValueError(
-                f"tensor_parallel_size={parallel.tensor_parallel_size} would split the heads of a token, and "
-                "composition reads all of them; use 1, and data_parallel_size for more devices"
+                f"data_parallel_size={parallel.data_parallel_size} beside tensor_parallel_size="
+                f"{parallel.tensor_parallel_size} is not supported with composed heads; start an engine for each copy"
             )
         if model.quantization is not None:
             raise ValueError(

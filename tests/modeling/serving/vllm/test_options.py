@@ -12,7 +12,10 @@ from dynattn import RCMHAConfig, RCMHAForCausalLM
 from dynattn.modeling.serving.vllm import plugin
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "tensor parallelism": ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 would split the heads"),
+    "two kinds of parallelism": (
+        {"tensor_parallel_size": 2, "data_parallel_size": 2},
+        "data_parallel_size=2 beside tensor_parallel_size=2 is not supported",
+    ),
     "quantized weights": ({"quantization": "fp8", "dtype": "bfloat16"}, "quantization='fp8' would not be applied"),
     "quantized factors": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' would round the composition factors"),
     "rounded factors": ({"kv_cache_dtype": "bfloat16"}, "of a float32 model; use 'auto'"),
