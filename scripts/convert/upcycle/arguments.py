@@ -8,7 +8,18 @@ from ...common.errors import UserError
 from ...common.number_ranges import check_seed
 from ..common.arguments import ConversionArguments
 
-FORWARD_ONLY = ("init", "rank", "only", "static", "layer_types", "sliding_window", "qk_norm", "train_from_here", "seed")
+FORWARD_ONLY = (
+    "init",
+    "rank",
+    "groups",
+    "only",
+    "static",
+    "layer_types",
+    "sliding_window",
+    "qk_norm",
+    "train_from_here",
+    "seed",
+)
 
 
 @dataclass
@@ -27,6 +38,9 @@ class UpcycleArguments(ConversionArguments):
         "identity", "start of the composition; identity: logits stay as they are, paper: small random numbers"
     )
     rank: int = option(2, "rank of the dynamic mixing of heads")
+    groups: int = option(
+        1, "groups of consecutive heads; only heads of a group mix, so that tensor parallelism can split attention"
+    )
     only: Literal["both", "pre", "post"] = option("both", "compose before the softmax, after it, or at both places")
     static: bool = option(False, "add a learned mixing that does not depend on the input")
     layer_types: str | None = option(
@@ -44,8 +58,9 @@ class UpcycleArguments(ConversionArguments):
         given = self.given(FORWARD_ONLY)
         if self.reverse and given:
             raise UserError(f"{given} only matter for making our model; leave out --reverse or them")
-        if self.rank < 1:
-            raise UserError(f"rank must be at least 1, not {self.rank}")
+        for name in ("rank", "groups"):
+            if (value := getattr(self, name)) < 1:
+                raise UserError(f"{name} must be at least 1, not {value}")
         check_seed("seed", self.seed)
         if self.qk_norm and not self.train_from_here:
             raise UserError(

@@ -61,6 +61,7 @@ def chosen_fields(arguments: UpcycleArguments, plain: Any) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {
         "compose_rank": arguments.rank,
+        "compose_groups": arguments.groups,
         "compose_pre": arguments.only != "post",
         "compose_post": arguments.only != "pre",
         "compose_static": arguments.static,

@@ -34,10 +34,14 @@ def widen_mlps(source: Path, destination: Path, like: Path, seed: int) -> None:
     _save(wider, source, destination)
 
 
-def compose_in_place(source: Path, destination: Path, seed: int) -> None:
-    """Writes the language model of `source`, with its tokenizer, with composed heads; `seed` draws their weights."""
+def compose_in_place(source: Path, destination: Path, groups: int, seed: int) -> None:
+    """Writes the language model of `source`, with its tokenizer, with heads composed in so many groups.
+
+    Args:
+        seed: of the weights of the composition.
+    """
     config = AutoConfig.from_pretrained(source)
-    config.composed_heads = {}  # the options' defaults
+    config.composed_heads = {} if groups == 1 else {"compose_groups": groups}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         composed = composing_class(AutoModelForCausalLM, config).from_pretrained(source, config=config)

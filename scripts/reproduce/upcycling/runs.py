@@ -38,6 +38,7 @@ class Arm:
     Attributes:
         composed: whether the model composes its heads.
         is_wide: whether the MLPs are wider, so that the model has about as many parameters as one that composes.
+        groups: in how many groups of heads it composes.
         rate_ratio: the learning rate of the composition over that of the parent's weights.
         frozen_first: whether the parent's weights are frozen at first.
     """
@@ -45,6 +46,7 @@ class Arm:
     label: str
     composed: bool = False
     is_wide: bool = False
+    groups: int = 1
     rate_ratio: float = 1
     frozen_first: bool = False
 
@@ -54,6 +56,7 @@ ARMS = {
     "wide": Arm("plain, wider MLP", is_wide=True),
     "composed": Arm("composed", composed=True),
     "slow": Arm("composed, composition a tenth as fast", composed=True, rate_ratio=0.1),
+    "grouped": Arm("composed in two groups, composition a tenth as fast", composed=True, groups=2, rate_ratio=0.1),
     "fast": Arm("composed, composition 3 x as fast", composed=True, rate_ratio=3),
     "frozen_first": Arm("composed, parent frozen first", composed=True, frozen_first=True),
 }
@@ -81,7 +84,7 @@ class Runs:
         """The parent of `seed`, trained further as the arm `name`; all arms read the same tokens in the same order."""
         self.parent(seed)
         if ARMS[name].composed or ARMS[name].is_wide:
-            self._upcycle(seed)
+            self._upcycle(seed, ARMS[name].groups)
         if ARMS[name].is_wide:
             self._widen(seed)
         return train_once(self._continuing(seed, name, rate))
@@ -109,15 +112,16 @@ class Runs:
         model = {"hidden_size": width, "intermediate_size": ratio * width, **model}
         return {"model": model, "parent": {"model_type": name, **PARENT}}
 
-    def _upcycle(self, seed: int) -> None:
+    def _upcycle(self, seed: int, groups: int) -> None:
         """Converts a GPT-NeoX to a DCPythia, and checks that both have the same logits, or composes heads in place."""
-        source, folder = self._parent_model(seed), self._upcycled(seed)
+        source, folder = self._parent_model(seed), self._upcycled(seed, groups)
         if folder.exists():
             return
         if self.arguments.parent == "gpt_neox":
-            upcycle_checkpoint(UpcycleArguments(source=str(source), destination=str(folder), seed=seed), NEOX)
+            places = {"source": str(source), "destination": str(folder)}
+            upcycle_checkpoint(UpcycleArguments(**places, groups=groups, seed=seed), NEOX)
         else:
-            compose_in_place(source, folder, seed)
+            compose_in_place(source, folder, groups, seed)
 
     def _widen(self, seed: int) -> None:
         """Gives the parent as many parameters as the DCPythia that it was converted to, with the same logits."""
@@ -156,14 +160,14 @@ class Runs:
     def _start(self, seed: int, arm: Arm) -> Path:
         """The folder of the model that an arm continues."""
         if arm.composed:
-            return self._upcycled(seed)
+            return self._upcycled(seed, arm.groups)
         return self._widened(seed) if arm.is_wide else self._parent_model(seed)
 
     def _parent_model(self, seed: int) -> Path:
         return self._folder(seed, "parent") / "model"
 
-    def _upcycled(self, seed: int) -> Path:
-        return self._folder(seed, "upcycled")
+    def _upcycled(self, seed: int, groups: int = 1) -> Path:
+        return self._folder(seed, "upcycled" if groups == 1 else f"upcycled-{groups}-groups")
 
     def _widened(self, seed: int) -> Path:
         return self._folder(seed, "widened")

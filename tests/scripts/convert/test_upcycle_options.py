@@ -79,10 +79,11 @@ def test_a_result_that_differs_is_still_proved_and_the_effect_told(
 
 def test_options_arrive_in_the_configuration(parent: Path) -> None:
     ours = parent.with_name("ours")
-    options = ("--rank", 3, "--only", "post", "--static", "--layer-types", "LG", "--sliding-window", 5)
+    options = ("--rank", 2, "--groups", 2, "--only", "post", "--static", "--layer-types", "LG", "--sliding-window", 5)
     assert convert("pythia", parent, ours, "--no-verify", "--dtype", "float16", *options) == 0
     config = json.loads((ours / "config.json").read_text())
-    assert (config["compose_rank"], config["compose_pre"], config["compose_post"]) == (3, False, True)
+    assert (config["compose_rank"], config["compose_groups"]) == (2, 2)
+    assert (config["compose_pre"], config["compose_post"]) == (False, True)
     assert config["compose_static"] and config["sliding_window"] == 5
     assert config["layer_types"] == ["sliding_attention", "full_attention"]
     weights = load_file(ours / "model.safetensors")
@@ -151,6 +152,8 @@ def test_check_tells_equal_from_different(
         (("--qk-norm",), "--train-from-here"),
         (("--rank", "5"), "compose_rank (5) must be from 1"),
         (("--rank", "0"), "rank must be at least 1"),
+        (("--groups", "0"), "groups must be at least 1"),
+        (("--groups", "3"), "compose_groups (3) must divide"),
         (("--layer-types", "LX"), "must be letters L"),
         (("--layer-types", "LG"), "--sliding-window"),
         (("--sliding-window", "4"), "--layer-types"),

@@ -23,7 +23,7 @@ from dynattn.scripts.reproduce.upcycling.changed_parents import widen_mlps
 from dynattn.scripts.reproduce.upcycling.job import command_of
 
 TINY = {
-    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32,
     "max_position_embeddings": 128,
 }  # fmt: skip
 OPTIONS = ["--parent_steps", "3", "--steps", "3", "--learning_rates", "1e-2", "2e-2"]
@@ -176,7 +176,7 @@ def test_a_run_that_diverges_does_not_stop_the_study(
         told = capsys.readouterr().out
         assert "plain diverged on seed 2, of which there is no comparison." in told
         assert "composed, composition 3 x as fast diverged on seeds 0, 2; the comparison is of seeds 1, 3." in told
-    assert len(trained) == len(set(trained)) == 4 + 3 * 6
+    assert len(trained) == len(set(trained)) == 4 + 3 * 7
 
 
 @pytest.mark.parametrize("parent", ["gpt_neox", "mixtral"])
