@@ -1,12 +1,15 @@
-"""Every decoder of Transformers with heads composed in place: do engines serve it, can processes share its sequences?
+"""Every decoder of Transformers with heads composed in place: can engines serve it, processes share its work?
 
 torchrun --nproc_per_node 2 -m tests.fuzz.decoder_types --record FILE.json [TYPE ...]
 """
 
 import argparse
+import copy
 import json
+import shutil
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +20,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import CONFIG_MAPPING, GenerationConfig
+from transformers.distributed import DistributedConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -83,8 +87,8 @@ def report(rows: dict[str, dict[str, str]], path: Path | None) -> None:
     record = {
         "command": "torchrun --nproc_per_node 2 -m tests.fuzz.decoder_types",
         "what": "small random decoders of each model type of Transformers with composed heads: greedy tokens in "
-        "continuous batching against those of generate, and logits of two processes that share sequences against those "
-        "of one",
+        "continuous batching against those of generate, and logits of two processes against those of one: where they "
+        "share sequences, and under tensor parallelism, with heads that mix in two groups",
         "equal": equal,
         "types": rows,
         "hardware": hardware(torch.device("cpu")),
@@ -136,11 +140,15 @@ def small_model(kind: str, name: str, window: dict[str, Any]) -> Any:
                 setattr(text, field, value)
     if text.hidden_size > SIZES["hidden_size"]:
         raise ValueError(f"hidden_size={text.hidden_size} is not small")
-    model = with_composed_heads(getattr(transformers, name), compose_rank=2, dropout=0.0)(config).eval()
+    return strengthened(with_composed_heads(getattr(transformers, name), compose_rank=2, dropout=0.0)(config))
+
+
+def strengthened(model: Any) -> Any:
+    """A model whose composition matters from now on, in inference."""
     for part, weight in model.named_parameters():
         if "composition." in part:
             torch.nn.init.normal_(weight, std=0.3)
-    return model
+    return model.eval()
 
 
 def is_served(model: Any, _: ContextParallel) -> bool:
@@ -159,13 +167,43 @@ def is_served(model: Any, _: ContextParallel) -> bool:
 @torch.no_grad()
 def is_shared(model: Any, context: ContextParallel) -> bool:
     """Whether the parts of all processes have the logits of whole sequences."""
-    ids = torch.randint(3, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    ids = two_rows()
     expected = model(input_ids=ids, use_cache=False).logits
     found = context.gather(model(**context.part(model, input_ids=ids)).logits)
+    return are_near(found, expected)
+
+
+@torch.no_grad()
+def is_split(model: Any, context: ContextParallel) -> bool:
+    """Whether processes that each have a part of a model with two groups of heads have the logits of the whole one."""
+    config = copy.deepcopy(model.config)
+    config.composed_heads = {**config.composed_heads, "compose_groups": 2}
+    torch.manual_seed(0)
+    grouped = strengthened(type(model)(config))
+    folders: list[str | None] = [tempfile.mkdtemp() if context.process == 0 else None]
+    dist.broadcast_object_list(folders)
+    if context.process == 0:
+        grouped.save_pretrained(folders[0])
+    dist.barrier()
+    parts = type(model).from_pretrained(folders[0], distributed_config=DistributedConfig(tp_size=context.processes))
+    dist.barrier()
+    if context.process == 0:
+        shutil.rmtree(str(folders[0]))
+    ids = two_rows()
+    return are_near(*(one(input_ids=ids, use_cache=False).logits for one in (parts.eval(), grouped)))
+
+
+def two_rows() -> torch.Tensor:
+    """Random tokens `[2, TOKENS]`."""
+    return torch.randint(3, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def are_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether logits `[B, T, V]` are the same but for rounding."""
     return float((found - expected).abs().max()) < 1e-4 * float(expected.abs().max())
 
 
-CHECKS = {"continuous batching": is_served, "shared sequences": is_shared}
+CHECKS = {"continuous batching": is_served, "shared sequences": is_shared, "tensor parallelism": is_split}
 
 
 def limited(work: Callable[[], Any]) -> Any:

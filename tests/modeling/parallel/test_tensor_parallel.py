@@ -147,6 +147,45 @@ def test_decoders_compute_the_same_in_two_processes(name: str, tmp_path: Path) -
     split(tmp_path, work)
 
 
+def test_other_decoders_compute_the_same_in_two_processes(tmp_path: Path) -> None:
+    models = {
+        "grouped": dynattn.DCPythiaForCausalLM(dynattn.DCPythiaConfig(**TINY, compose_groups=2)),
+        "whole": dynattn.RCMHAForCausalLM(dynattn.RCMHAConfig(**{**TINY, "max_position_embeddings": 256})),
+    }
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+
+    def work() -> None:
+        for name, model in models.items():
+            parts = assert_parts_compute_the_same(type(model), tmp_path / name)
+            assert has_some_heads(parts.model.layers[0].self_attn) == (name == "grouped")
+
+    split(tmp_path, work)
+
+
+def test_bidirectional_models_compute_the_same_in_two_processes(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    special = {f"{name}_token_id": number for number, name in enumerate(("pad", "bos", "eos", "cls", "sep"))}
+    text = dynattn.DCModernBertConfig(**{**TINY, **special}, compose_groups=2)
+    picture = dynattn.DCViTConfig.from_size("tiny", compose_groups=2)
+    models: dict[type[PreTrainedModel], tuple[Any, Tensor]] = {
+        dynattn.DCModernBertForMaskedLM: (text, torch.randint(5, 96, (2, 20))),
+        dynattn.DCViTForImageClassification: (picture, torch.randn(2, 3, *picture.image_shape, dtype=torch.float64)),
+    }
+    for model_class, (config, _) in models.items():
+        model_class(config).save_pretrained(tmp_path / model_class.__name__)
+
+    @torch.no_grad()
+    def work() -> None:
+        for model_class, (_, inputs) in models.items():
+            folder = tmp_path / model_class.__name__
+            alone, parts = (load(model_class, folder, processes) for processes in (1, PROCESSES))
+            assert has_some_heads(parts.model.layers[0].self_attn)
+            torch.testing.assert_close(whole(parts(inputs).logits), alone(inputs).logits)
+
+    split(tmp_path, work)
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_heads_composed_in_place_compute_the_same_in_two_processes(name: str, groups: int, tmp_path: Path) -> None:
