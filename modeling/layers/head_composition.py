@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
@@ -48,6 +49,11 @@ class PackedFactors(NamedTuple):
     def with_keys_of(self, other: "PackedFactors") -> "PackedFactors":
         """Returns the same factors with the key side of `other`, which was generated from other tokens."""
         return self._replace(pre_key=other.pre_key, post_key=other.post_key)
+
+    def behind_sink(self) -> "PackedFactors":
+        """Returns the same factors with a token before those of the key side that has none."""
+        pre, post = (None if one is None else F.pad(one, (0, 0, 0, 0, 1, 0)) for one in (self.pre_key, self.post_key))
+        return self._replace(pre_key=pre, post_key=post)
 
     def up_to(self, length: int) -> "PackedFactors":
         """Returns the same factors with the first `length` tokens of the key side."""

@@ -26,6 +26,7 @@ from ..ops.dcmha.composition import Composition
 from ..ops.distance_tables import NO_TABLES
 from ..ops.masking import four_dimensional
 from ..serving.paged_attention import CURRENT
+from .attention_sinks import with_sink_key, with_visible_sink
 from .side_generators import SideGenerators
 
 # The name of the attention function in the configurations of composed modules. Other copies of this code, which came
@@ -125,8 +126,13 @@ class ComposedInterfaceAttention(SideGenerators):
         finally:
             RUNNING.call = before
 
-    def stages(self, query: Tensor, keys: int, visible: int) -> tuple[Composition | None, Composition | None]:
+    def stages(
+        self, query: Tensor, keys: int, visible: int, *, has_sinks: bool = False
+    ) -> tuple[Composition | None, Composition | None]:
         """Returns (pre, post) for queries `[B, H, T, D]` and the first `visible` of `keys` keys, cached ones included.
+
+        Args:
+            has_sinks: whether the key of attention sinks stands before the others.
 
         Raises:
             ValueError: the projections were not called on just these queries and keys, since the last call.
@@ -144,7 +150,8 @@ class ComposedInterfaceAttention(SideGenerators):
         key_terms = factors.pre_key if factors.post_key is None else factors.post_key
         if self.composes_keys and (key_terms is None or key_terms.shape[1] != keys):
             raise self._refusal("attends to keys that it did not project, or whose factors are in no cache")
-        return self.composition.assemble(factors.up_to(visible))
+        factors = factors.up_to(visible)
+        return self.composition.assemble(factors.behind_sink() if has_sinks else factors)
 
     def _refusal(self, what: str, *, even_without_keys: bool = False) -> ValueError:
         """The error for `what` the module does.
@@ -209,6 +216,7 @@ def attend_with_composed_heads(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
     key_source: Any = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -222,13 +230,14 @@ def attend_with_composed_heads(
         query, key, value: `[B, H, T, D]`, `[B, H_kv, S, D]` and `[B, H_kv, S, D_v]`.
         attention_mask: broadcastable to `[B, H, T, S]`; boolean (True: visible) or additive.
         position_bias: broadcastable to `[B, H, T, S]`, added to the composed scores.
+        s_aux: attention sinks `[H]`.
 
     Returns:
         The output `[B, T, H, D_v]`, and the composed probabilities `[B, H, T, S]` or None.
 
     Raises:
         ValueError: the module is another, drops probabilities, packs documents without a mask, or has terms that
-            composed heads do not have; or an engine keeps the keys, and attention is biased or not causal.
+            composed heads do not have; or an engine keeps the keys, and attention is biased, not causal or has sinks.
     """
     if not isinstance(module, ComposedInterfaceAttention):
         raise ValueError(f"attn_implementation={NAME!r} is for modules that compose_heads_of(model) has changed")
@@ -237,19 +246,23 @@ def attend_with_composed_heads(
         attention_mask = None  # the source knows what each token sees
     _refuse_options(module, options, dropout, attention_mask)
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if key_source is not None and (position_bias is not None or not is_causal):
+    if key_source is not None and (position_bias is not None or s_aux is not None or not is_causal):
         raise ValueError(
-            "keys in pages or of other processes cannot have a position bias, nor be seen by earlier tokens; use "
-            "generate(), or whole sequences"
+            "keys in pages or of other processes cannot have a position bias or sinks, nor be seen by earlier tokens; "
+            "use generate(), or whole sequences"
         )
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1 and not module.has_complete_masks
-    keys, width = key.shape[2], query.shape[3]
+    keys, width = key.shape[2], value.shape[3]
+    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     if is_causal:
         key, value, attention_mask = _causal_keys(query.shape[2], key, value)
         is_causal = attention_mask is None
-    pre, post = module.stages(query, keys, key.shape[2])
+    pre, post = module.stages(query, keys, key.shape[2], has_sinks=s_aux is not None)
     mask = _joined_mask(attention_mask, position_bias, is_causal, key.shape[2])
-    padded = max(width, value.shape[3])  # as the ops need queries, keys and values of one width
+    if s_aux is not None:
+        query, key, value = with_sink_key(query, key, value, s_aux, scaling)
+        mask = with_visible_sink(mask)
+    padded = max(query.shape[3], width)  # as the ops need queries, keys and values of one width
     composed = pre is not None or post is not None
     window = options.get("sliding_window")
     served = {} if key_source is None else {"key_source": key_source, "sliding_window": window}
@@ -259,12 +272,12 @@ def attend_with_composed_heads(
         module,
         *(_with_width(states, padded) for states in (query, key, value)),
         mask,
-        scaling=width**-0.5 if scaling is None else scaling,
+        scaling=scaling,
         is_causal=is_causal,
         **({"pre": pre, "post": post} if composed else {}),
         **served,
     )
-    return output[..., : value.shape[3]], maps
+    return output[..., :width], maps if maps is None or s_aux is None else maps[..., 1:]
 
 
 def check_masks(implementation: str | None) -> None:
@@ -363,10 +376,9 @@ def _projection(attention: nn.Module, names: tuple[str, ...]) -> Any:
 
 
 def refuse_foreign_parts(attention: Any) -> None:
-    """Raises ValueError for a module with soft caps or sinks, which composed heads do not have."""
-    for name, what in (("attn_logit_softcapping", "soft caps"), ("sinks", "sinks")):
-        if getattr(attention, name, None) is not None:
-            raise ValueError(f"attention with {what} cannot have composed heads; leave it out by names=[...]")
+    """Raises ValueError for a module with soft caps, which composed heads do not have."""
+    if getattr(attention, "attn_logit_softcapping", None) is not None:
+        raise ValueError("attention with soft caps cannot have composed heads; leave it out by names=[...]")
 
 
 def interface_sizes(attention: Any) -> tuple[int, int, int]:

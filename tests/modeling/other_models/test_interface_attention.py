@@ -175,6 +175,7 @@ def test_encoders_and_joint_projections_are_our_families(name: str, tmp_path: Pa
 
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+SMALL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 SOURCES = {"input_ids": IDS, "attention_mask": MASK}
 FEATURES = {"input_features": torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0))}
 T5_SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
@@ -208,6 +209,7 @@ OTHERS: dict[str, tuple[Any, Any, dict[str, Tensor]]] = {
     "bert": (BertLMHeadModel, lambda: BertConfig(**BERT), SOURCES),
     "gpt2": (GPT2LMHeadModel, lambda: GPT2Config(**GPT2), SOURCES),
     "mixtral": (MixtralForCausalLM, lambda: MixtralConfig(**GEMMA, num_local_experts=2), SOURCES),
+    "gpt_oss": (GptOssForCausalLM, lambda: GptOssConfig(**GEMMA, **WINDOWS, **SMALL_EXPERTS), SOURCES),
     "gemma3": (Gemma3ForCausalLM, lambda: Gemma3TextConfig(**GEMMA, **WINDOWS), SOURCES),
     "deepseek_v3": (DeepseekV3ForCausalLM, lambda: DeepseekV3Config(**DECODER, **MLA, **EXPERTS), SOURCES),
     "t5": (T5ForConditionalGeneration, lambda: T5Config(**T5_SIZES, **T5_TOKENS), SOURCES),
@@ -432,7 +434,6 @@ def attend(model: PreTrainedModel, **options: Any) -> Any:
 GEMMA2 = {**GEMMA, "attn_logit_softcapping": 20.0}
 UNFIT: dict[str, tuple[Any, Any, str]] = {
     "soft caps": (Gemma2ForCausalLM, lambda: Gemma2Config(**GEMMA2), "attention with soft caps cannot have composed"),
-    "sinks": (GptOssForCausalLM, lambda: GptOssConfig(**GEMMA), "attention with sinks cannot have composed heads"),
 }
 
 
