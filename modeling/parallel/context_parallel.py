@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ..common.decoder_heads import causal_model_in
 from ..common.input_checks import check_position_ids, check_tokens
 from ..common.packed_documents import packed_starts
+from ..layers.readable import is_readable
 from ..ops.chunked_loss import IGNORED
 from ..ops.dcmha.attention import Attention
 from ..ops.dcmha.composition import Composition, pack_side, unpack_factors
@@ -105,8 +106,8 @@ class ContextParallel:
                 "without CARoPE, and of decoders of with_composed_heads, with a language modeling head"
             )
         check_fields(model)
-        if not is_of_family(model) and model.device.type != "meta":
-            check_layers(model)
+        if model.device.type != "meta":
+            check_loss(model, loss_of_family(model) if is_of_family(model) else check_layers(model))
         self._checked.add(model)
 
     def _compare(self, tokens: Tensor) -> None:
@@ -276,10 +277,11 @@ def check_fields(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def check_layers(model: PreTrainedModel) -> None:
-    """Raises ValueError unless every layer of a model of Transformers attends by a `key_source`, and its loss adds up.
+def check_layers(model: PreTrainedModel) -> Tensor | None:
+    """Raises ValueError unless every layer of a model of Transformers attends by a `key_source`.
 
-    A model that shifts labels by itself finds no target in one token, and its loss is then no number.
+    Returns:
+        The loss of `shifted_target`; None in a model that has none.
     """
     name, probe = type(model).__name__, Probe()
     try:
@@ -291,7 +293,7 @@ def check_layers(model: PreTrainedModel) -> None:
             "whole sequences"
         ) from error
     zero = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    given: Any = {"input_ids": zero, "position_ids": zero, "labels": zero, "shift_labels": zero, "use_cache": False}
+    given: Any = {"input_ids": zero, "position_ids": zero, "use_cache": False, **shifted_target(model)}
     output = model(**given, attention_mask=no_mask(model, 1, model.device), key_source=probe)
     found = [(call.layer, call.window) for call in probe.calls]
     if len(found) != len(windows) or dict(found) != dict(enumerate(windows)):
@@ -300,9 +302,29 @@ def check_layers(model: PreTrainedModel) -> None:
             f"{list(enumerate(windows))}; processes can share sequences only if every layer has composed heads, "
             "attends once, gets the model's keywords and has the window of the configuration"
         )
-    loss = getattr(output, "loss", None)
-    if loss is not None and not loss.isfinite():
-        raise ValueError(
-            f"the loss of {name} does not read shift_labels, so that targets between parts would be lost; take the "
-            "model class for causal language modeling"
-        )
+    return getattr(output, "loss", None)
+
+
+@torch.no_grad()
+def loss_of_family(model: Any) -> Tensor:
+    """The loss of `shifted_target` in a model of a family, which may be a function of the user's."""
+    size = model.config.vocab_size
+    return model.loss_function(
+        logits=torch.zeros(1, 1, size, device=model.device), vocab_size=size, **shifted_target(model)
+    )
+
+
+def shifted_target(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The labels of one token, whose target is in `shift_labels` alone."""
+    target = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    return {"labels": torch.full_like(target, IGNORED), "shift_labels": target}
+
+
+def check_loss(model: PreTrainedModel, loss: Tensor | None) -> None:
+    """Raises ValueError if a loss of `shifted_target` has found no target: a mean of none is no number, a sum 0."""
+    if loss is None or not is_readable(loss) or (loss.isfinite() and loss):
+        return
+    raise ValueError(
+        f"the loss of {type(model).__name__} does not read shift_labels, so that targets between parts would be lost; "
+        "take the model class for causal language modeling, or a loss_function that reads them"
+    )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from accelerate.utils import send_to_device
 from cases.models import SMALL, make_model
 from cases.processes import in_processes
@@ -117,6 +118,12 @@ def logits_and_gradients(model: PreTrainedModel, **arguments: Any) -> tuple[Tens
     return output.logits.detach(), {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
+def shifting_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+    """A loss of a user's own, the sum over targets, which shifts the labels by itself."""
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    return F.cross_entropy(logits.view(-1, vocab_size), targets.flatten(), reduction="sum")
+
+
 def assert_parts_make_the_whole(
     context: ContextParallel, model: PreTrainedModel, batch: dict[str, Tensor], tolerance: float = 1e-11
 ) -> None:
@@ -214,9 +221,8 @@ def test_every_process_has_as_many_visible_pairs(tmp_path: Path) -> None:
 
 def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     partly = dynattn.with_composed_heads(MixtralForCausalLM, names=["model.layers.0.self_attn"])
-    bart, opt, double, mixtral = map(
-        dynattn.with_composed_heads, (BartForCausalLM, OPTForCausalLM, GPT2DoubleHeadsModel, MixtralForCausalLM)
-    )
+    classes = BartForCausalLM, OPTForCausalLM, GPT2DoubleHeadsModel, MixtralForCausalLM, Gemma3ForCausalLM
+    bart, opt, double, mixtral, gemma = map(dynattn.with_composed_heads, classes)
     routed = mixtral(MixtralConfig(**TINY, num_local_experts=4, output_router_logits=True))
     repeating = mixtral(IN_PLACE["experts"][1])
     repeating.model.layers[1] = repeating.model.layers[0]
@@ -224,6 +230,8 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     stretched = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     in_place = MixtralForCausalLM(IN_PLACE["experts"][1])
     dynattn.compose_heads_of(in_place)
+    shifting, shifting_gemma = make_model(), gemma(IN_PLACE["windows"][1])
+    shifting.loss_function = shifting_gemma.loss_function = shifting_loss
 
     def work(context: ContextParallel) -> None:
         model, ids = make_model(), texts(packed=False)["input_ids"]
@@ -242,6 +250,8 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
             ("of MixtralForCausalLM; they can those of .* with_composed_heads", in_place, {}),
             ("output_router_logits=True adds a loss", routed, {}),
             ("the loss of ComposedGPT2DoubleHeadsModel does not read", double(IN_PLACE["learned positions"][1]), {}),
+            ("the loss of DCFormerForCausalLM does not read .* or a loss_function that reads", shifting, {}),
+            ("the loss of ComposedGemma3ForCausalLM does not read", shifting_gemma, {}),
             (r"attend as \(layer, window\) \[\(0, None\), \(0, None\)\]", repeating, {}),
             ("attention_dropout=0.1 drops", make_model(**PLAIN, attention_dropout=0.1), {}),
             ("a PEFT model with a trained prompt", get_peft_model(make_model(), prompt), {}),
