@@ -60,8 +60,8 @@ class ContextParallel:
             model: a DCFormer, a DCPythia or a decoder of `with_composed_heads`, with a language modeling head; perhaps
                 in the wrappers that `unwrapped` knows.
             whole: `input_ids` `[B, T]` or `inputs_embeds` `[B, T, E]`; and perhaps `position_ids` `[B, T]`, which mark
-                packed documents by restarting, `labels` `[B, T]`, and `shift_labels` `[B, T]`, in which the labels are
-                at the places that predict them.
+                packed documents by restarting, and `labels` `[B, T]` or `shift_labels` `[B, T]`, in which the labels
+                are at the places that predict them, and which come before `labels`.
 
         Raises:
             ValueError: see `check` and `take`; another argument is given, such as a mask; or processes differ in the
@@ -80,7 +80,9 @@ class ContextParallel:
         check_position_ids(given, tokens)
         self._compare(tokens)
         starts = None if given is None else packed_starts(given, shape)
-        if "labels" in batch and "shift_labels" not in batch:
+        if "shift_labels" in batch:  # without labels models compute no loss, and with both they read these alone
+            batch.setdefault("labels", batch["shift_labels"])
+        elif "labels" in batch:
             batch["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
         batch["position_ids"] = torch.arange(shape[1], device=tokens.device)[None] if given is None else given
         mine: dict[str, Any] = {name: self.take(tensor) for name, tensor in batch.items()}

@@ -25,6 +25,8 @@ from transformers import (
     GPT2Config,
     GPT2DoubleHeadsModel,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OPTConfig,
@@ -159,6 +161,19 @@ def test_two_processes_compute_what_one_does_with_heads_composed_in_place(name: 
                 torch.nn.init.normal_(weight, std=0.2)
         for packed in (False, True):
             assert_parts_make_the_whole(context, model, texts(packed=packed), IN_FLOAT32)
+
+    shared(2, tmp_path, work)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_labels_may_be_given_at_the_places_that_predict_them_alone(in_place: bool, tmp_path: Path) -> None:
+    model = dynattn.with_composed_heads(LlamaForCausalLM)(LlamaConfig(**TINY)) if in_place else make_model()
+
+    def work(context: ContextParallel) -> None:
+        batch = texts(packed=False)
+        expected = model(**context.part(model, **batch)).loss
+        shifted = F.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
+        assert model(**context.part(model, **batch, shift_labels=shifted)).loss.equal(expected)
 
     shared(2, tmp_path, work)
 
