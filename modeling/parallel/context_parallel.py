@@ -64,8 +64,8 @@ class ContextParallel:
                 are at the places that predict them, and which come before `labels`.
 
         Raises:
-            ValueError: see `check` and `take`; another argument is given, such as a mask; or processes differ in the
-                first sequences that they divide.
+            ValueError: see `check` and `take`; another argument is given, such as a mask; the model lacks some of the
+                positions; or processes differ in the first sequences that they divide.
         """
         if unknown := sorted(whole.keys() - {*OF_TOKENS}):
             raise ValueError(
@@ -78,16 +78,18 @@ class ContextParallel:
         tokens, given = batch["input_ids" if "input_ids" in batch else "inputs_embeds"], batch.get("position_ids")
         shape = tokens.shape[:2]
         check_position_ids(given, tokens)
+        positions = torch.arange(shape[1], device=tokens.device)[None] if given is None else given
+        plain = unwrapped(model)
+        check_positions(plain, positions)
         self._compare(tokens)
         starts = None if given is None else packed_starts(given, shape)
         if "shift_labels" in batch:  # without labels models compute no loss, and with both they read these alone
             batch.setdefault("labels", batch["shift_labels"])
         elif "labels" in batch:
             batch["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-        batch["position_ids"] = torch.arange(shape[1], device=tokens.device)[None] if given is None else given
+        batch["position_ids"] = positions
         mine: dict[str, Any] = {name: self.take(tensor) for name, tensor in batch.items()}
         shared = SharedAttention(self, shape[1], None if starts is None else self.take(starts))
-        plain = unwrapped(model)
         mask = no_mask(plain, mine["position_ids"].shape[1], plain.device)
         return mine | {"attention_mask": mask, "key_source": shared, "use_cache": False}
 
@@ -275,6 +277,25 @@ def check_fields(model: PreTrainedModel) -> None:
         raise ValueError(
             f"attention_dropout={config.attention_dropout} drops probabilities, which attention to the keys of all "
             "processes cannot; set it to 0"
+        )
+
+
+def check_positions(model: Any, positions: Tensor) -> None:
+    """Raises ValueError for positions `[B, T]` of whole sequences that are not in a model's table of positions.
+
+    The model would raise it only in the process whose part has them, and the others would wait for that part's keys.
+    """
+    config = model.config.get_text_config(decoder=True)
+    # Configurations of Transformers have `rope_parameters`, unless positions are read from a table, learned or not.
+    has_table = config.position_scheme == "learned" if is_of_family(model) else not hasattr(config, "rope_parameters")
+    limit = getattr(config, "max_position_embeddings", None)
+    if not has_table or limit is None or not positions.numel() or not is_readable(positions):
+        return
+    least, most = torch.stack(positions.aminmax()).tolist()
+    if least < 0 or most >= limit:
+        raise ValueError(
+            f"the sequences have positions from {least} to {most}, and {type(model).__name__} has {limit} from 0 on "
+            "(max_position_embeddings); give shorter sequences, or position_ids within them"
         )
 
 

@@ -284,6 +284,25 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     shared(2, tmp_path, work)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_positions_that_a_model_lacks_are_refused_in_all_processes(in_place: bool, tmp_path: Path) -> None:
+    """Only the first process has tokens beyond the last learned position; the second would wait for their keys."""
+
+    def make(kind: str, **family: Any) -> PreTrainedModel:
+        model_class, config = IN_PLACE[kind]
+        return dynattn.with_composed_heads(model_class)(config) if in_place else make_model(**family)
+
+    learned, rotary = make("learned positions", position_scheme="learned", max_position_embeddings=64), make("experts")
+
+    def work(context: ContextParallel) -> None:
+        batch = {**texts(packed=False), "position_ids": torch.arange(20, 20 + TOKENS)[None]}
+        with pytest.raises(ValueError, match=f"positions from 20 to 67, and {type(learned).__name__} has 64"):
+            learned(**context.part(learned, **batch))
+        assert rotary(**context.part(rotary, **batch)).loss.isfinite()
+
+    shared(2, tmp_path, work)
+
+
 @pytest.mark.parametrize("form", ["tokens", "lengths", "embeddings"])
 def test_processes_that_read_different_sequences_are_refused(form: str, tmp_path: Path) -> None:
     def work(context: ContextParallel) -> None:
