@@ -123,8 +123,8 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
     >>> model = ComposedLlama.from_pretrained("a/llama")  # doctest: +SKIP
     ```
     """
-    if not isinstance(names := options.get("names"), str | None):
-        options["names"] = list(names)  # for several models, and for the configuration's file
+    if (names := options.get("names")) is not None:
+        options["names"] = _listed(names)  # for several models, and for the configuration's file
     served = (BatchedGeneration,) if issubclass(model_class, GenerationMixin) else ()
 
     class Composed(*served, model_class):  # type: ignore[misc, valid-type]
@@ -218,7 +218,7 @@ def _find_attention(model: nn.Module, names: Iterable[str] | None) -> dict[str, 
     """The modules to replace, by name; a module that the model holds under several names is listed under each.
 
     Raises:
-        ValueError: there are none, the model is itself one, or `names` has others, has none or is a string.
+        ValueError: there are none, the model is itself one, or `names` has others, has none or is no list of strings.
     """
     found = {
         name: module
@@ -241,14 +241,26 @@ def _find_attention(model: nn.Module, names: Iterable[str] | None) -> dict[str, 
             f"{type(model).__name__} has no torch.nn.MultiheadAttention (sub-classes are left alone), no attention "
             f"that uses Transformers' interface, and none of {', '.join(sorted(ADAPTERS))}"
         )
-    if isinstance(names, str):
-        raise ValueError(f"names is the string {names!r}; give a list of names, [{names!r}]")
-    wanted = list(found) if names is None else list(names)
+    wanted = list(found) if names is None else _listed(names)
     if not wanted:
         raise ValueError(f"names is empty; leave it out for every attention, or choose from {list(found)}")
     if unknown := sorted(set(wanted) - found.keys()):
         raise ValueError(f"names has {unknown}, which are no attention that can be replaced; choose from {list(found)}")
     return {name: found[name] for name in wanted}
+
+
+def _listed(names: Any) -> list[str]:
+    """The list of some names of modules, which may be readable only once.
+
+    Raises:
+        ValueError: it is one string, or has something else than strings.
+    """
+    if isinstance(names, str):
+        raise ValueError(f"names is the string {names!r}; give a list of names, [{names!r}]")
+    listed = list(names) if isinstance(names, Iterable) else names
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise ValueError(f"names={listed!r} must be a list of strings, such as ['encoder.layers.0.self_attn']")
+    return listed
 
 
 def _plan_from(name: str, attention: nn.Module, options: dict[str, Any]) -> Callable[[], None]:

@@ -10,7 +10,7 @@ from cases.vision_models import DETR_NAMES, TIMM_NAMES, Ask, detr, strengthen, v
 from torch import Tensor, nn
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
-from dynattn import ComposedMultiheadAttention, compose_heads_of, mixer_fields
+from dynattn import ComposedMultiheadAttention, compose_heads_of, mixer_fields, with_composed_heads
 from dynattn.modeling.other_models.side_generators import SideGenerators
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -299,6 +299,8 @@ def test_dropout_of_probabilities_is_switched_off_where_asked_for() -> None:
     [
         ({"names": ["encoder"]}, r"names has \['encoder'\].*choose from \['encoder.layers.0.self_attn'"),
         ({"names": "encoder"}, r"names is the string 'encoder'; give a list of names, \['encoder'\]"),
+        ({"names": 3}, r"names=3 must be a list of strings, such as \['encoder.layers.0.self_attn'\]"),
+        ({"names": ["encoder", 3]}, r"names=\['encoder', 3\] must be a list of strings"),
         ({"names": []}, r"names is empty; leave it out for every attention, or choose from \['encoder.layers.0"),
         ({"compose_init_scale": 1.0}, r"options \['compose_init_scale'\] would change what the modules compute"),
         ({"num_key_value_heads": 2}, r"options \['num_key_value_heads'\]"),
@@ -311,6 +313,12 @@ def test_dropout_of_probabilities_is_switched_off_where_asked_for() -> None:
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         compose_heads_of(transformer()[0], **options)
+
+
+@pytest.mark.parametrize("names", [3, ["encoder", 3], "encoder"])
+def test_a_class_is_refused_names_that_are_no_list_of_strings(names: Any) -> None:
+    with pytest.raises(ValueError, match=r"names(=3|=\['encoder', 3\]| is the string)"):
+        with_composed_heads(SiglipVisionModel, names=names)
 
 
 def test_a_model_without_such_attention_is_refused() -> None:
