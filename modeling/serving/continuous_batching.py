@@ -8,6 +8,7 @@ configuration gives the width of rows that also hold composition factors, and it
 
 import copy
 import functools
+import os
 import threading
 from typing import Any
 
@@ -263,7 +264,8 @@ def with_sizes(
 
     By default Transformers takes most of the memory for its cache, which suits a GPU but not a CPU. There the default
     is room for twice the announced requests, or twice 64 of the longest; what they leave keeps prefixes of earlier
-    ones.
+    ones. Where that is over a quarter of the memory, Transformers chooses, or beside a GPU, by whose memory it would
+    choose, it is a quarter of the smaller memory.
     """
     settings = copy.copy(settings)
     settings.use_cuda_graph, settings.use_async_batching, settings.max_blocks_per_request = False, False, 0
@@ -274,10 +276,25 @@ def with_sizes(
         pages = 2 * requests * (1 + tokens // settings.page_size)
         layout = served.layers.layout
         page_bytes = 2 * settings.page_size * layout.kv_heads * layout.width * served.dtype.itemsize
-        _, total, _, allocated = get_device_and_memory_breakdown()
-        if pages * served.config.num_hidden_layers * page_bytes < (total - allocated) / 4:
+        room, is_beside_gpu = free_memory(served)
+        fitting = room / 4 / (served.config.num_hidden_layers * page_bytes)
+        if pages < fitting:
             settings.num_blocks = pages
+        elif is_beside_gpu:
+            settings.num_blocks = max(1, int(fitting))
     return settings
+
+
+def free_memory(served: ServedModel) -> tuple[int, bool]:
+    """How many bytes a model on a CPU leaves free, and whether there is a GPU in the machine.
+
+    Then Transformers tells of the GPU's memory, and refuses a cache that is larger than it: the smaller one counts.
+    """
+    device, total, _, allocated = get_device_and_memory_breakdown()
+    if device.type == "cpu":
+        return total - allocated, False
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(total - allocated, memory - served.get_memory_footprint()), True
 
 
 def find_requests(

@@ -1,6 +1,7 @@
 """Transformers' continuous batching with composed heads: the tokens of every request are those of `generate` alone."""
 
 import copy
+import os
 import random
 import threading
 import time
@@ -551,6 +552,22 @@ def test_the_default_cache_takes_less_than_a_quarter_of_the_memory(monkeypatch: 
         breakdown = (torch.device("cpu"), total + more, 0, allocated)
         monkeypatch.setattr(continuous_batching, "get_device_and_memory_breakdown", lambda found=breakdown: found)
         assert with_sizes(model, settings, hints).num_blocks == blocks
+
+
+@pytest.mark.parametrize(("on_cpu", "on_gpu", "blocks"), [(0.5, 99, 1), (3.5, 99, 3), (99, 2.5, 2), (99, 99, 4)])
+def test_beside_a_gpu_the_default_cache_of_a_model_on_a_cpu_fits_into_a_quarter_of_both_memories(
+    on_cpu: float, on_gpu: float, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers tells of the GPU alone, would choose by its memory, and refuses more than that. Sizes in pages."""
+    model = ServedModel(make_model())
+    hints = WorkloadHints(num_requests=1, max_prompt_length=8, max_generated_length=7)
+    settings, layout = ContinuousBatchingConfig(page_size=8), model.layers.layout
+    page = 3 * 2 * 8 * layout.kv_heads * layout.width * 4  # bytes in three layers in float32
+    memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": model.get_memory_footprint() + int(4 * on_cpu * page)}
+    monkeypatch.setattr(os, "sysconf", memory.__getitem__)
+    breakdown = (torch.device("cuda"), 1000 + int(4 * on_gpu * page), 0, 1000)
+    monkeypatch.setattr(continuous_batching, "get_device_and_memory_breakdown", lambda: breakdown)
+    assert with_sizes(model, settings, hints).num_blocks == blocks
 
 
 def test_requests_without_tokens_which_pad_a_batch_have_no_rows() -> None:
