@@ -118,7 +118,7 @@ class ComposedInterfaceAttention(SideGenerators):
         Raises:
             ValueError: the model makes masks for another kind of implementation, or the cache cannot keep factors.
         """
-        check_masks(self.model_config._attn_implementation)
+        check_makes_masks(self.model_config._attn_implementation)
         cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, Cache)), None)
         before, RUNNING.call = RUNNING.call, Call(self._layer_of(cache))
         try:
@@ -280,7 +280,7 @@ def attend_with_composed_heads(
     return output[..., :width], maps if maps is None or s_aux is None else maps[..., 1:]
 
 
-def check_masks(implementation: str | None) -> None:
+def check_makes_masks(implementation: str | None) -> None:
     """Raises ValueError unless a model with this implementation makes the masks that composed heads take.
 
     These have an entry for every pair of query and key, or are None.

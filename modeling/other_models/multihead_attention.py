@@ -13,7 +13,7 @@ from ..layers.head_composition import init_composition
 from ..ops.dcmha.attention import dcmha_attention, resolve_implementation
 from ..ops.dcmha.eager import dcmha_eager
 from ..ops.modes import is_autocast_on
-from .multihead_inputs import check_masks, check_shapes, merge_masks
+from .multihead_inputs import check_masks_fit, check_shapes, merge_masks
 from .side_generators import SideGenerators
 
 
@@ -158,7 +158,7 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
         self._check_inputs(query, key, value)
         is_batched = query.dim() == 3
         query, key, value = self._to_batch_first(query, key, value)
-        check_masks(query, key, self.num_heads, attn_mask, key_padding_mask, is_batched)
+        check_masks_fit(query, key, self.num_heads, attn_mask, key_padding_mask, is_batched)
         if key_padding_mask is not None and not is_batched:
             key_padding_mask = key_padding_mask[None]
         output, probs = self._attend(query, key, value, attn_mask, key_padding_mask, need_weights, is_causal)

@@ -26,7 +26,7 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, i
         )
 
 
-def check_masks(
+def check_masks_fit(
     query: Tensor,
     key: Tensor,
     num_heads: int,

@@ -35,7 +35,7 @@ from dynattn.modeling.layers.head_composition import DynamicComposition
 from dynattn.modeling.ops.dcmha.attention import default_implementation
 from dynattn.modeling.ops.dcmha.triton.kernels.registry import load_kernels
 from dynattn.modeling.other_models.compose_heads import composing_class
-from dynattn.modeling.other_models.interface_attention import check_masks
+from dynattn.modeling.other_models.interface_attention import check_makes_masks
 
 from ..common.arguments import suggest
 from ..common.carried_memory import check_memory
@@ -243,7 +243,7 @@ def _load_or_initialize(arguments: PretrainArguments, config: PreTrainedConfig, 
     if arguments.attn_implementation is not None:
         options["attn_implementation"] = arguments.attn_implementation
     if getattr(config, "composed_heads", None) is not None:
-        check_masks(arguments.attn_implementation)
+        check_makes_masks(arguments.attn_implementation)
     model_class = composing_class(AUTO_CLASSES[arguments.objective], config)
     if arguments.init_from and not on_meta:
         source = arguments.init_from
