@@ -28,7 +28,8 @@ class RunFolder:
         self.path = path
         self.marker = path / "run.json"  # the arguments of the run
         self.lock = path / ".lock"  # names the process that uses the folder
-        # One folder for each checkpoint, and `abandoned-N` with those of updates that a rollback has undone.
+        # One folder for each checkpoint. A start from one that is not the newest moves the later ones, with a copy of
+        # the metrics, into a folder `abandoned-N`; a rollback goes back to the newest, and so leaves none behind.
         self.checkpoints = path / "checkpoints"
         self.tokenizer = path / "tokenizer"
         self.data = path / "data"  # the tokenized documents
