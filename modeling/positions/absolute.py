@@ -1,4 +1,4 @@
-"""Absolute positions, which are added to token embeddings: sinusoids, and checks of learned ones."""
+"""Absolute positions, which are added to token embeddings: learned ones and sinusoids."""
 
 import math
 from typing import Any
@@ -6,9 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.utils.import_utils import is_tracing
-
-from ..ops.modes import are_transforms_active
 
 
 class SinusoidalTable(nn.Module):
@@ -62,28 +59,3 @@ def make_absolute(config: Any) -> nn.Module | None:
         scale = getattr(config, "position_scale", None)
         return SinusoidalEmbedding(config.hidden_size, config.initializer_range if scale is None else scale)
     return None
-
-
-def check_learned_positions(length: int, past_tokens: int | None, position_ids: Tensor, limit: int) -> None:
-    """Raises ValueError if a segment has positions `[B, T]` beyond the table of `limit` learned ones.
-
-    Reading positions waits for the device. So in decoding they are read only once a token may be beyond the table, and
-    never while tracing, on the meta device or under transforms of functions.
-
-    Args:
-        past_tokens: number of tokens before the segment; None where the segment cannot reach beyond the table.
-    """
-    if past_tokens is None or position_ids.is_meta or is_tracing(position_ids) or are_transforms_active():
-        return
-    if (length == 1 and past_tokens < limit) or not position_ids.numel():
-        return
-    least, most = torch.stack(position_ids.aminmax()).tolist()
-    if least < 0:
-        raise ValueError(f"position_ids has {least}; learned positions count from 0")
-    needed = most + 1
-    if needed > limit:
-        raise ValueError(
-            f"a segment of {length} tokens after {past_tokens} others needs {needed} learned positions, "
-            f"but there are max_position_embeddings ({limit}); start again without memory, or use another "
-            "position_scheme"
-        )

@@ -40,8 +40,9 @@ from dynattn import (
     DCPythiaForCausalLM,
     dcmha_attention,
 )
+from dynattn.modeling.common.input_checks import check_learned_positions
 from dynattn.modeling.common.seq2seq import check_position_range
-from dynattn.modeling.positions.absolute import SinusoidalEmbedding, check_learned_positions
+from dynattn.modeling.positions.absolute import SinusoidalEmbedding
 from dynattn.modeling.positions.alibi import alibi_bias, alibi_slopes
 from dynattn.modeling.positions.carope import ContentRotary, last_phases, pack_phases
 from dynattn.modeling.positions.learned_tables import DistanceTable, t5_buckets
