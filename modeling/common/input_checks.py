@@ -80,6 +80,18 @@ def check_learned_positions(length: int, past_tokens: int | None, position_ids: 
         )
 
 
+def check_position_range(position_ids: Tensor, limit: int) -> None:
+    """Raises ValueError if positions `[.., S]` are not among the first `limit`, where values can be read."""
+    if not is_readable(position_ids) or not position_ids.numel():
+        return
+    least, largest = (int(end) for end in position_ids.aminmax())
+    if least < 0 or largest >= limit:
+        raise ValueError(
+            f"position_ids reach from {least} to {largest}, but must be at least 0 and smaller than "
+            f"max_position_embeddings ({limit}); count from 0, or make a model with more"
+        )
+
+
 def check_attention_mask(attention_mask: Any, inputs_embeds: Tensor, cache: Cache | None, exact: bool) -> None:
     """Raises ValueError if a `[B, S]` mask does not fit embeddings `[B, T, E]`, or hides a whole row of the batch.
 

@@ -13,12 +13,11 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2
 from transformers.utils import ModelOutput, can_return_tuple
 
 from ..caches.names import cache_in, named_cache, takes_either_name
-from ..layers.readable import is_readable
 from ..ops.chunked_loss import IGNORED
 from .classification import check_skip_logits, read_by_loss
 from .decoder_inputs import count_positions
 from .encoder import EncoderBody
-from .input_checks import is_complete_mask
+from .input_checks import check_position_range, is_complete_mask
 from .seq2seq_decoder import check_length, refuse_positions
 
 
@@ -274,18 +273,6 @@ def refuse_complete_mask(attention_mask: Any) -> None:
         raise ValueError(
             f"an attention_mask {given} cannot serve both the encoder and cross-attention, which have other "
             "queries; give one of shape [batch, source length]"
-        )
-
-
-def check_position_range(position_ids: Tensor, limit: int) -> None:
-    """Raises ValueError if positions `[.., S]` are not among the first `limit`, where values can be read."""
-    if not is_readable(position_ids) or not position_ids.numel():
-        return
-    least, largest = (int(end) for end in position_ids.aminmax())
-    if least < 0 or largest >= limit:
-        raise ValueError(
-            f"position_ids reach from {least} to {largest}, but must be at least 0 and smaller than "
-            f"max_position_embeddings ({limit}); count from 0, or make a model with more"
         )
 
 

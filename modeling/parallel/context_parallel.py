@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from ..common.decoder_heads import causal_model_in
-from ..common.input_checks import check_position_ids, check_tokens
+from ..common.input_checks import check_position_ids, check_position_range, check_tokens
 from ..common.packed_documents import packed_starts
 from ..layers.readable import is_readable
 from ..ops.chunked_loss import IGNORED
@@ -20,6 +20,7 @@ from ..ops.dcmha.attention import Attention
 from ..ops.dcmha.composition import Composition, pack_side, unpack_factors
 from ..ops.distance_tables import NO_TABLES, DistanceTables
 from ..ops.modes import autocast
+from ..positions.absolute import longest_readable
 from ..positions.rotary import batch_dependent_rope
 from ..serving.served_layers import Probe, configured_windows, is_of_family, no_mask
 
@@ -80,7 +81,9 @@ class ContextParallel:
         check_position_ids(given, tokens)
         positions = torch.arange(shape[1], device=tokens.device)[None] if given is None else given
         plain = unwrapped(model)
-        check_positions(plain, positions)
+        if (limit := longest_readable(plain.config.get_text_config(decoder=True))) is not None:
+            # Only the process that has such tokens would raise, and the others would wait for their keys.
+            check_position_range(positions, limit)
         self._compare(tokens)
         starts = None if given is None else packed_starts(given, shape)
         if "shift_labels" in batch:  # without labels models compute no loss, and with both they read these alone
@@ -277,25 +280,6 @@ def check_fields(model: PreTrainedModel) -> None:
         raise ValueError(
             f"attention_dropout={config.attention_dropout} drops probabilities, which attention to the keys of all "
             "processes cannot; set it to 0"
-        )
-
-
-def check_positions(model: Any, positions: Tensor) -> None:
-    """Raises ValueError for positions `[B, T]` of whole sequences that are not in a model's table of positions.
-
-    The model would raise it only in the process whose part has them, and the others would wait for that part's keys.
-    """
-    config = model.config.get_text_config(decoder=True)
-    # Configurations of Transformers have `rope_parameters`, unless positions are read from a table, learned or not.
-    has_table = config.position_scheme == "learned" if is_of_family(model) else not hasattr(config, "rope_parameters")
-    limit = getattr(config, "max_position_embeddings", None)
-    if not has_table or limit is None or not positions.numel() or not is_readable(positions):
-        return
-    least, most = torch.stack(positions.aminmax()).tolist()
-    if least < 0 or most >= limit:
-        raise ValueError(
-            f"the sequences have positions from {least} to {most}, and {type(model).__name__} has {limit} from 0 on "
-            "(max_position_embeddings); give shorter sequences, or position_ids within them"
         )
 
 

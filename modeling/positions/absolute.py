@@ -1,4 +1,4 @@
-"""Absolute positions, which are added to token embeddings: learned ones and sinusoids."""
+"""Absolute positions, which are added to token embeddings: learned ones and sinusoids; and how far they reach."""
 
 import math
 from typing import Any
@@ -59,3 +59,11 @@ def make_absolute(config: Any) -> nn.Module | None:
         scale = getattr(config, "position_scale", None)
         return SinusoidalEmbedding(config.hidden_size, config.initializer_range if scale is None else scale)
     return None
+
+
+def longest_readable(config: Any) -> int | None:
+    """The most tokens that a model with this configuration can read; None if its position scheme sets no limit."""
+    scheme = getattr(config, "position_scheme", None)
+    unlimited = scheme != "learned" if scheme is not None else getattr(config, "rope_parameters", None) is not None
+    has_table = not unlimited or getattr(config, "is_relative", False)
+    return getattr(config, "max_position_embeddings", None) if has_table else None

@@ -130,14 +130,6 @@ def loss_by_position(nats: NDArray[np.float64], trained: int) -> list[dict[str, 
     return ranges
 
 
-def longest_readable(config: Any) -> int | None:
-    """The most tokens that a model with this configuration can read; None if its position scheme sets no limit."""
-    scheme = getattr(config, "position_scheme", None)
-    unlimited = scheme != "learned" if scheme is not None else getattr(config, "rope_parameters", None) is not None
-    has_table = not unlimited or getattr(config, "is_relative", False)
-    return getattr(config, "max_position_embeddings", None) if has_table else None
-
-
 def describe(checkpoint: Mapping[str, Any]) -> str:
     """The name of a checkpoint, with the rotary variant if it is not the default one."""
     rope = checkpoint["rope_parameters"] or {}

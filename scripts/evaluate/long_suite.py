@@ -9,6 +9,8 @@ from zlib import crc32
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from dynattn.modeling.positions.absolute import longest_readable
+
 from ..common.arguments import parse_mapping
 from ..common.builtin_corpus import builtin_documents
 from ..common.errors import UserError
@@ -16,7 +18,7 @@ from ..common.markdown import joined_table, table
 from ..common.paired import interval_in_words, paired_difference
 from .arguments import EvaluateArguments
 from .loading import load_named
-from .long_context import MULTIPLES, cut_windows, describe, find_keys, longest_readable, loss_by_position, score_windows
+from .long_context import MULTIPLES, cut_windows, describe, find_keys, loss_by_position, score_windows
 from .results import PLOT, check_output, describe_environment, describe_model, report
 from .text_files import read_documents
 

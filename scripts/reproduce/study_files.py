@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from dynattn.modeling.positions.absolute import longest_readable
+
 from ..common import markdown
 from ..common.atomic_file import read_json, write_json, write_whole
 from ..common.environment import hardware, provenance, versions
 from ..common.errors import UserError, refusal_of
 from ..common.folder_names import resolve_destination, resolve_folder
 from ..compare.study_folder import RECORD, TABLE, claim
-from ..evaluate.long_context import longest_readable
 from ..pretrain.data.token_stream import TokenStream
 
 Row = dict[str, Any]

@@ -40,9 +40,8 @@ from dynattn import (
     DCPythiaForCausalLM,
     dcmha_attention,
 )
-from dynattn.modeling.common.input_checks import check_learned_positions
-from dynattn.modeling.common.seq2seq import check_position_range
-from dynattn.modeling.positions.absolute import SinusoidalEmbedding
+from dynattn.modeling.common.input_checks import check_learned_positions, check_position_range
+from dynattn.modeling.positions.absolute import SinusoidalEmbedding, longest_readable
 from dynattn.modeling.positions.alibi import alibi_bias, alibi_slopes
 from dynattn.modeling.positions.carope import ContentRotary, last_phases, pack_phases
 from dynattn.modeling.positions.learned_tables import DistanceTable, t5_buckets
@@ -645,6 +644,12 @@ def test_positions_are_read_only_where_they_may_be_beyond_the_table(
     assert not seen
     check_learned_positions(length, past_tokens, position_ids, limit=8)
     assert bool(seen) == reads
+
+
+def test_tables_limit_what_a_model_can_read() -> None:
+    assert longest_readable(DCFormerConfig(position_scheme="learned", max_position_embeddings=48)) == 48
+    assert longest_readable(DCFormerConfig(max_position_embeddings=48)) is None
+    assert longest_readable(GPT2Config(n_positions=32)) == 32
 
 
 def test_positions_are_not_read_while_tracing() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import GPT2Config, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig
 from dynattn.scripts.cli import main
@@ -20,7 +20,6 @@ from dynattn.scripts.evaluate.arguments import EvaluateArguments
 from dynattn.scripts.evaluate.long_context import (
     cut_windows,
     find_keys,
-    longest_readable,
     loss_by_position,
     make_prompt,
     score_windows,
@@ -130,12 +129,6 @@ def test_losses_are_those_of_a_forward_pass_over_each_window(tokenizer: PreTrain
         assert (line["from"], line["to"]) == (low + 1, high)
         np.testing.assert_allclose(line["windows"], nats[:, low:high].mean(1), rtol=1e-5)
         np.testing.assert_allclose(line["perplexity"], nats[:, low:high].mean().exp(), rtol=1e-4)
-
-
-def test_tables_limit_what_a_model_can_read() -> None:
-    assert longest_readable(make(position_scheme="learned").config) == TRAINED
-    assert longest_readable(make().config) is None
-    assert longest_readable(GPT2Config(n_positions=32)) == 32
 
 
 def test_scaling_is_measured_beside_the_model_as_it_is(
