@@ -18,9 +18,9 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..common.builtin_corpus import builtin_documents
-from ..common.carried_memory import check_memory, longest_segment
 from ..common.checkpoint_loading import check_pair, refuse_nan
 from ..common.errors import UserError
+from ..common.memory_limits import check_memory, longest_segment
 from .catalog import TaskCatalog
 from .heldout import score_documents
 from .quoted import quoted_scores

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..common.carried_memory import check_memory, longest_segment
 from ..common.checkpoint_loading import NAN_LOGITS
 from ..common.errors import UserError
 from ..common.markdown import joined_table, table
+from ..common.memory_limits import check_memory, longest_segment
 from ..common.paired import add_holm, mean_in_words, p_in_words, paired_difference
 from .arguments import EvaluateArguments
 from .loading import load_named

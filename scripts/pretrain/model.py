@@ -38,10 +38,10 @@ from dynattn.modeling.other_models.compose_heads import composing_class
 from dynattn.modeling.other_models.interface_attention import check_makes_masks
 
 from ..common.arguments import suggest
-from ..common.carried_memory import check_memory
 from ..common.checkpoint_files import check_has_config
 from ..common.checkpoint_loading import check_loaded, reads_both_ways
 from ..common.errors import UserError, in_one_line, refusal_of
+from ..common.memory_limits import check_memory
 from ..common.special_tokens import start_token_id
 from .arguments import PretrainArguments
 from .data.position_sampling import check_reads_positions

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from accelerate.utils import set_seed
 
-from ..common.carried_memory import CarriedMemory, StreamMemory
 from ..common.errors import UserError
 from .arguments import PretrainArguments
+from .carried_memory import CarriedMemory, StreamMemory
 from .data.batch_order import MIXTURE_BLOCK, MixtureOrder, TrainingOrder, share_of
 from .data.length_warmup import LengthWarmup
 from .data.objectives import make_objective

@@ -8,7 +8,7 @@ from accelerate.utils import gather_object, send_to_device
 from torch import nn
 from torch.utils.data import default_collate
 
-from ..common.carried_memory import CarriedMemory
+from .carried_memory import CarriedMemory
 from .data.objectives import CausalLM, Examples
 from .engines.interface import Engine
 from .model import loss_options, share_of_loss, without_router_loss

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from dynattn.scripts.common import environment
 from dynattn.scripts.common.arguments import parse_arguments
-from dynattn.scripts.common.carried_memory import CarriedMemory
 from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
+from dynattn.scripts.pretrain.carried_memory import CarriedMemory
 from dynattn.scripts.pretrain.main import find_shipped
 from dynattn.scripts.pretrain.outputs import checkpoint, checksums, throughput
 from dynattn.scripts.pretrain.outputs.checkpoint_writer import CheckpointWriter

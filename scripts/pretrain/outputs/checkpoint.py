@@ -27,8 +27,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...common.atomic_file import partial_path, put_in_place, write_json
-from ...common.carried_memory import CarriedMemory
 from ...common.errors import UserError, first_line, refusal_of
+from ..carried_memory import CarriedMemory
 from ..engines.interface import Engine
 from ..weight_average import WeightAverage
 from . import checksums

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from ...common.atomic_file import flush, partial_path
-from ...common.carried_memory import CarriedMemory
+from ..carried_memory import CarriedMemory
 from ..processes import on_all, on_main
 from . import checkpoint, checksums
 from .checksums import Checksums

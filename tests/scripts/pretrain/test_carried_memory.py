@@ -18,9 +18,9 @@ from transformers.cache_utils import Cache
 from dynattn import RCMHAConfig, RCMHAForCausalLM
 from dynattn.modeling.caches.names import cache_in
 from dynattn.modeling.ops.chunked_loss import IGNORED
-from dynattn.scripts.common.carried_memory import StreamMemory, memory_tensors
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments, Result, pretrain
+from dynattn.scripts.pretrain.carried_memory import StreamMemory, memory_tensors
 from dynattn.scripts.pretrain.data.packing import StreamSegments
 from dynattn.scripts.pretrain.data.token_stream import TokenStream
 from dynattn.scripts.pretrain.optimizer import build_optimizer

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from dynattn.scripts.common.carried_memory import CarriedMemory
+from dynattn.scripts.pretrain.carried_memory import CarriedMemory
 from dynattn.scripts.pretrain.outputs import training_state
 from dynattn.scripts.pretrain.outputs.checkpoint_writer import CheckpointWriter
 from dynattn.scripts.pretrain.outputs.training_state import storage_writer, whole_sizes
