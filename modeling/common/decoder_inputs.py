@@ -10,6 +10,7 @@ from transformers.utils.import_utils import is_tracing
 
 from ...configuration.field_rules import ABSOLUTE_SCHEMES
 from ..caches.key_places import token_count
+from ..ops.dcmha.key_source import KeySource
 from .input_checks import check_attention_mask, check_position_ids, tells_padding
 from .packed_documents import packed_starts, starts_by_borders
 
@@ -27,8 +28,7 @@ class DecoderArguments(NamedTuple):
         use_cache: whether to return the cache, and to make one where none is given.
         cu_seq_lens: `[documents + 1]`, borders of the documents packed into a single row. `position_ids` then mark no
             documents and by default restart at each border, and a mask `[B, S]` must not hide anything.
-        key_source: what attends to keys that are not in the call: a serving engine's `PagedAttention`, or the
-            `SharedAttention` of processes that share sequences.
+        key_source: what attends to keys that are not in the call, if anything does.
     """
 
     input_ids: Tensor | None
@@ -38,7 +38,7 @@ class DecoderArguments(NamedTuple):
     inputs_embeds: Tensor | None
     use_cache: bool | None
     cu_seq_lens: Tensor | None = None
-    key_source: Any = None
+    key_source: KeySource | None = None
 
 
 class DecoderInputs(NamedTuple):

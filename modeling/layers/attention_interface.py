@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from ..ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS, Attention, resolve_implementation
 from ..ops.dcmha.composition import Composition
+from ..ops.dcmha.key_source import KeySource
 from ..ops.dcmha.validation import check_composed_call
 from ..ops.distance_tables import NO_TABLES, DistanceTables, refusing_tables
 from .readable import is_readable
@@ -89,7 +90,7 @@ def attention_function(attend: Attention) -> Attention:
         pre: Composition | None = None,
         post: Composition | None = None,
         first_keys: Tensor | None = None,
-        key_source: Any = None,
+        key_source: KeySource | None = None,
         dropout: float = 0.0,
         tables: DistanceTables = NO_TABLES,
         is_causal: bool | None = None,
@@ -97,9 +98,8 @@ def attention_function(attend: Attention) -> Attention:
     ) -> tuple[Tensor, Tensor | None]:
         """Shapes as in `attention_function`: output `[B, T, H, D]`, attention maps `[B, H, T, S]`.
 
-        A `key_source` has keys that are not in the call, and calls `attend` with them: a serving engine's
-        `PagedAttention`, or the `SharedAttention` of processes that share sequences. Models of Transformers may pass
-        `is_causal`, which comes before the attribute of the module.
+        A `key_source` attends instead, and calls `attend` with keys that are not in the call. Models of Transformers
+        may pass `is_causal`, which comes before the attribute of the module.
 
         Raises:
             ValueError: the arguments do not fit each other, `dropout` is not 0, there are `FOREIGN_TERMS`, or without a
@@ -108,8 +108,9 @@ def attention_function(attend: Attention) -> Attention:
         _refuse_dropout(dropout)
         _refuse_foreign_terms(unread)
         if key_source is not None:
-            given = (module.layer_idx, query, key, value, pre, post, scaling, sliding_window, attend, tables)
-            return key_source.attend(*given), None
+            layer: Any = module.layer_idx
+            given = (query, key, value, pre, post, scaling, sliding_window, attend, tables)
+            return key_source.attend(layer, *given), None
         masking = mask_arguments(attention_mask, sliding_window, _is_causal(module, is_causal, query, attention_mask))
         mask = masking["attention_mask"]
         others: Any = {"pre": pre, "post": post, "scaling": scaling, "first_keys": first_keys, "tables": tables}

@@ -23,6 +23,7 @@ from ..layers.head_composition import PackedFactors
 from ..ops.custom_operators import NAMESPACE
 from ..ops.dcmha.attention import choose_implementation
 from ..ops.dcmha.composition import Composition
+from ..ops.dcmha.key_source import KeySource
 from ..ops.distance_tables import NO_TABLES
 from ..ops.masking import four_dimensional
 from ..serving.paged_attention import CURRENT
@@ -217,7 +218,7 @@ def attend_with_composed_heads(
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
     s_aux: Tensor | None = None,
-    key_source: Any = None,
+    key_source: KeySource | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """A function of Transformers' attention interface, for modules that `compose_heads_of` has changed.

@@ -18,6 +18,7 @@ from ..layers.readable import is_readable
 from ..ops.chunked_loss import IGNORED
 from ..ops.dcmha.attention import Attention
 from ..ops.dcmha.composition import Composition, pack_side, unpack_factors
+from ..ops.dcmha.key_source import KeySource
 from ..ops.distance_tables import NO_TABLES, DistanceTables
 from ..ops.modes import autocast
 from ..positions.absolute import longest_readable
@@ -172,7 +173,7 @@ class ContextParallel:
 
 
 @dataclass
-class SharedAttention:
+class SharedAttention(KeySource):
     """The `key_source` of a model that reads parts of sequences: attention to the keys of all processes of the group.
 
     Attributes:
@@ -189,7 +190,6 @@ class SharedAttention:
         return replace(self, first_keys=None if self.first_keys is None else self.first_keys.to(*args, **kwargs))
 
     def key_count(self, layer: int) -> int:
-        """The most keys that a token attends to in any layer."""
         return self.length
 
     def attend(
@@ -205,15 +205,7 @@ class SharedAttention:
         attend: Attention,
         tables: DistanceTables = NO_TABLES,
     ) -> Tensor:
-        """The output `[B, T, H, D]` of the queries of this process.
-
-        Args:
-            layer: index of the layer.
-            query: `[B, H, T, D]`.
-            key, value: `[B, H_kv, T, D]`, of the same tokens.
-            pre, post: the composition of both stages, with the factors of these tokens on both sides.
-            attend: the implementation of attention.
-            tables: by distance, with a row for each of `key_count` keys.
+        """As in `KeySource`, for the tokens of this process; all processes call it at the same time.
 
         Raises:
             ValueError: the layer does not attend to just the tokens of this process.

@@ -19,6 +19,7 @@ from ..ops.dcmha.attention import Attention
 from ..ops.dcmha.chunked.attention import dcmha_chunked
 from ..ops.dcmha.chunked.paged_decode_native import attend_to_pages
 from ..ops.dcmha.composition import Composition
+from ..ops.dcmha.key_source import KeySource
 from ..ops.dcmha.pages import Pages, without_keys
 from ..ops.dcmha.triton.attention import dcmha_triton
 from ..ops.dcmha.triton.paged_decode import decode_pages
@@ -111,8 +112,8 @@ class LayerRows(NamedTuple):
 
 
 @dataclass
-class PagedAttention:
-    """The `key_source` of a model that is served: attention over the rows of each layer."""
+class PagedAttention(KeySource):
+    """The `key_source` of a model that is served: attention over the rows of each layer, for one row of tokens."""
 
     layout: RowLayout
     layer_rows: Callable[[int], LayerRows]
@@ -135,15 +136,9 @@ class PagedAttention:
         attend: Attention,
         tables: DistanceTables = NO_TABLES,
     ) -> Tensor:
-        """Writes the rows of the new tokens, and returns their output `[1, T, H, D]`; padding behind them gets zeros.
+        """As in `KeySource`, with `B = 1`; also writes the rows of the new tokens. Padding behind them gets zeros.
 
-        Args:
-            layer: index of the layer.
-            query: `[1, H, T, D]`.
-            key, value: `[1, H_kv, T, D]`.
-            pre, post: the composition of both stages, with the factors of the `T` tokens on both sides.
-            attend: the implementation of attention, for chunks, and for steps that `PAGED_DECODING` has no other for.
-            tables: by distance, with a row for each of `key_count` keys.
+        Chunks are left to `attend`, and steps for which `PAGED_DECODING` has nothing else.
 
         Raises:
             ValueError: there are tables, but `attend` takes none.
@@ -226,15 +221,15 @@ def tokens_as_items(stage: Composition, places: Tensor) -> Composition:
 class CurrentPages(threading.local):
     """The pages that attention in a thread reads; other threads may call the same model with a cache of its own."""
 
-    paged: Any = None  # a `PagedAttention`; None where attention gets its keys from the model
+    paged: KeySource | None = None  # None where attention gets its keys from the model
 
 
 CURRENT = CurrentPages()
 
 
 @contextmanager
-def attending_to_pages(paged: Any) -> Iterator[None]:
-    """Lets attention that gets no `key_source` from its model attend by a `PagedAttention`, in this thread."""
+def attending_to_pages(paged: KeySource) -> Iterator[None]:
+    """Lets attention that gets no `key_source` from its model attend by this one, in this thread."""
     before, CURRENT.paged = CURRENT.paged, paged
     try:
         yield

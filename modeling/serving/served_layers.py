@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ..ops.dcmha.attention import Attention
 from ..ops.dcmha.composition import Composition, pack_side
+from ..ops.dcmha.key_source import KeySource
+from ..ops.distance_tables import NO_TABLES, DistanceTables
 from .paged_attention import attending_to_pages
 from .paged_rows import ALIGNMENT, RowLayout
 
@@ -34,13 +36,12 @@ class Call(NamedTuple):
 
 
 @dataclass
-class Probe:
+class Probe(KeySource):
     """The `key_source` of one forward pass, in which it notes with what every layer attends."""
 
     calls: list[Call] = field(default_factory=list)
 
     def key_count(self, layer: int) -> int:
-        """As that of `PagedAttention`."""
         return 1
 
     def attend(
@@ -54,9 +55,9 @@ class Probe:
         scaling: float,
         sliding_window: int | None,
         attend: Attention,
-        *_: Any,
+        tables: DistanceTables = NO_TABLES,
     ) -> Tensor:
-        """Takes what that of `PagedAttention` takes, for one token, and returns zeros."""
+        """Takes what `KeySource` takes, for one token, and returns zeros."""
         sides = [pack_side(stage, "key") for stage in (pre, post) if stage is not None]
         terms = max((side.shape[2] for side in sides if side is not None), default=0)
         layout = RowLayout(query.shape[1], key.shape[1], key.shape[3], terms)
@@ -130,11 +131,11 @@ def is_of_family(model: Any) -> bool:
     return hasattr(model.config, "composes")
 
 
-def run_on_pages(model: Any, paged: Any, *, position_ids: Tensor, **inputs: Any) -> Any:
+def run_on_pages(model: Any, paged: KeySource, *, position_ids: Tensor, **inputs: Any) -> Any:
     """Runs a model, or the one without a head that it holds, on a batch of requests, which is one row of `T` tokens.
 
     Args:
-        paged: a `PagedAttention`, which knows what each token sees.
+        paged: what attends to the tokens of the requests: a `PagedAttention`, or a `Probe`.
         position_ids: `[1, T]`.
         inputs: further arguments of the model, such as `input_ids`.
     """
