@@ -145,6 +145,11 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
             """A new model, as the Auto classes make it."""
             return cls._from_config(config, **kwargs)
 
+        @classmethod
+        def _can_set_experts_implementation(cls) -> bool:
+            """As the plain class, whose module Transformers searches for experts; here it would search this module."""
+            return model_class._can_set_experts_implementation()
+
         def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
             """As in Transformers; with an `auto_map`, the code that it names is written, too."""
             writer = PortableConfig.code_writer

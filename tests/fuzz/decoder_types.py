@@ -20,7 +20,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import CONFIG_MAPPING, GenerationConfig
-from transformers.distributed import DistributedConfig
+from transformers.distributed import DistributedConfig, mixin
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -72,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGALRM, too_long)
     dist.init_process_group("gloo")
     context = ContextParallel(init_device_mesh("cpu", (dist.get_world_size(),)))
+    # A mesh has groups of processes with threads of their own, so one serves all models.
+    mesh = mixin.initialize_distributed_mesh(DistributedConfig(tp_size=context.processes))
+    mixin.initialize_distributed_mesh = lambda _: mesh
     names = {kind: name for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if kind not in FAMILIES}
     rows = {kind: check_type(kind, names[kind], context) for kind in given.types or sorted(names)}
     if dist.get_rank() == 0:
@@ -104,6 +107,7 @@ def check_type(kind: str, names: str | tuple[str, ...], context: ContextParallel
 
     It is tried with windows and without; a type is equal if it is wherever it runs.
     """
+    print(kind, file=sys.stderr, flush=True)
     name = names if isinstance(names, str) else names[0]
     found: dict[str, list[str]] = {check: [] for check in CHECKS}
     for window in WINDOWS:

@@ -370,6 +370,15 @@ def test_a_configuration_is_not_changed_for_other_models() -> None:
     assert not hasattr(config, "composed_heads")
 
 
+def test_experts_are_computed_as_those_of_the_plain_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers asks a class once, and models of a plain class that was asked before show nothing."""
+    monkeypatch.delattr(MixtralForCausalLM, "_can_set_experts_implementation_cached_value", raising=False)
+    config = MixtralConfig(**GEMMA, num_local_experts=2)
+    composed = with_composed_heads(MixtralForCausalLM)(copy.deepcopy(config))
+    assert composed.config._experts_implementation == MixtralForCausalLM(config).config._experts_implementation
+    assert composed.config._experts_implementation == "grouped_mm"
+
+
 @torch.no_grad()
 def test_threads_may_call_a_model_and_its_replicas_at_the_same_time() -> None:
     """The hooks of a replica, as `DataParallel` makes them, are those of the module that it was copied from."""
