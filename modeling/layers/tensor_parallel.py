@@ -1,6 +1,5 @@
 """Tensor parallelism of composed heads: each process has some groups of heads, and generates the factors of these."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,21 +69,23 @@ class HeadGroupsParallel(TensorParallelLayer):
         return (hidden_states.to_local(grad_placements=[Partial()]), *args[1:]), kwargs
 
 
-def plan_composed_attention(plan: dict[str, str], name: str, groups: int, generators: Iterable[str]) -> dict[str, str]:
+def plan_composed_attention(plan: dict[str, str], name: str, attention: Any) -> dict[str, str]:
     """The plan of a model for tensor parallelism, changed for an attention module that now composes heads.
 
-    If the plan splits the module's heads, the weights of its `generators` are split, too. With one group of heads, all
-    of which mix, the module stays whole on every device instead.
+    If the plan splits the module's heads, the weights of its generators are split, too. With one group of heads, all of
+    which mix, the module stays whole on every device instead.
 
     Args:
-        plan: a style for each name of modules, with `*` for numbers of layers.
+        plan: a style for each name of modules and weights, with `*` for numbers of layers.
         name: that of the attention module.
     """
+    generators = [part for part in ("composition", "key_composition") if getattr(attention, part, None) is not None]
     prefix = replace_layer_number_by_wildcard(name) + "."
-    rules = {rule: style for rule, style in plan.items() if rule.startswith(prefix)}
-    if not {"colwise", "packed_colwise"} & {*rules.values()}:
+    parts = {prefix + part for part, _ in (*attention.named_modules(), *attention.named_parameters())}
+    rules = {rule: style for rule, style in plan.items() if rule in parts}
+    if not generators or not {"colwise", "packed_colwise"} & {*rules.values()}:
         return plan
-    if groups > 1:
+    if attention.composition.groups > 1:
         return plan | {prefix + generator: HEAD_GROUPS for generator in generators}
     return {rule: style for rule, style in plan.items() if rule not in rules}
 

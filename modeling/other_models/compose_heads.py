@@ -146,6 +146,11 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
             return cls._from_config(config, **kwargs)
 
         @classmethod
+        def is_custom_code(cls) -> bool:
+            """As the plain class: Transformers fills no buffers of other code from modules that have no weights."""
+            return model_class.is_custom_code()
+
+        @classmethod
         def _can_set_experts_implementation(cls) -> bool:
             """As the plain class, whose module Transformers searches for experts; here it would search this module."""
             return model_class._can_set_experts_implementation()
@@ -174,10 +179,7 @@ def _plan_with_generators(model: PreTrainedModel, names: Iterable[str]) -> dict[
     """The plan for tensor parallelism of a model whose attention modules `names` now compose heads."""
     plan = model.tp_plan or {}
     for name in names:
-        attention: Any = model.get_submodule(name)
-        generators = [part for part in ("composition", "key_composition") if getattr(attention, part, None) is not None]
-        if generators:
-            plan = plan_composed_attention(plan, name, attention.composition.groups, generators)
+        plan = plan_composed_attention(plan, name, model.get_submodule(name))
     return plan
 
 

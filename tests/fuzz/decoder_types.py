@@ -11,7 +11,8 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -177,24 +178,48 @@ def is_shared(model: Any, context: ContextParallel) -> bool:
     return are_near(found, expected)
 
 
-@torch.no_grad()
 def is_split(model: Any, context: ContextParallel) -> bool:
     """Whether processes that each have a part of a model with two groups of heads have the logits of the whole one."""
     config = copy.deepcopy(model.config)
     config.composed_heads = {**config.composed_heads, "compose_groups": 2}
-    torch.manual_seed(0)
-    grouped = strengthened(type(model)(config))
-    folders: list[str | None] = [tempfile.mkdtemp() if context.process == 0 else None]
+    if has_equal_parts(type(model), config, context):
+        return True
+    plain = copy.deepcopy(config)
+    del plain.composed_heads
+    if not has_equal_parts(model.plain_class, plain, context):
+        raise ValueError("Transformers does not split the plain model well, either")
+    return False
+
+
+@torch.no_grad()
+def has_equal_parts(model_class: Any, config: Any, context: ContextParallel) -> bool:
+    """Whether the parts of a new model have its logits, at least in float64: strong compositions amplify rounding."""
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        whole = strengthened(model_class(copy.deepcopy(config))).to(dtype)
+        with shared_folder(context) as folder:
+            if context.process == 0:
+                whole.save_pretrained(folder)
+            dist.barrier()
+            processes = DistributedConfig(tp_size=context.processes)
+            parts = model_class.from_pretrained(folder, distributed_config=processes, dtype=dtype).eval()
+        for one in (whole, parts):
+            if dtype == torch.float64 and one._can_set_experts_implementation():
+                one.set_experts_implementation("eager")  # the default has no float64
+        if are_near(*(one(input_ids=two_rows(), use_cache=False).logits for one in (parts, whole))):
+            return True
+    return False
+
+
+@contextmanager
+def shared_folder(context: ContextParallel) -> Iterator[str]:
+    """A folder that the first process makes for all, and removes when all have read it."""
+    folders: list[Any] = [tempfile.mkdtemp() if context.process == 0 else None]
     dist.broadcast_object_list(folders)
-    if context.process == 0:
-        grouped.save_pretrained(folders[0])
-    dist.barrier()
-    parts = type(model).from_pretrained(folders[0], distributed_config=DistributedConfig(tp_size=context.processes))
+    yield folders[0]
     dist.barrier()
     if context.process == 0:
-        shutil.rmtree(str(folders[0]))
-    ids = two_rows()
-    return are_near(*(one(input_ids=ids, use_cache=False).logits for one in (parts.eval(), grouped)))
+        shutil.rmtree(folders[0])
 
 
 def two_rows() -> torch.Tensor:

@@ -245,6 +245,10 @@ def test_processes_have_whole_groups_and_whole_heads(fields: dict[str, Any], mes
     split(tmp_path, work)
 
 
-def test_plans_of_other_attention_stay() -> None:
-    plan = {"model.layers.*.self_attn.q_proj": "colwise_gather_output", "model.layers.*.mlp.up_proj": "colwise"}
-    assert plan_composed_attention(plan, "model.layers.0.self_attn", 1, ["composition"]) == plan
+@pytest.mark.parametrize("rule", ["q_proj", "experts"])
+def test_plans_that_leave_the_heads_of_a_module_together_stay(rule: str) -> None:
+    """Those that gather what they split, and those of other modules that some layers have under the same name."""
+    model = dynattn.with_composed_heads(LlamaForCausalLM)(IN_PLACE["fewer keys"][1])
+    name = "model.layers.*.self_attn"
+    plan = {f"{name}.{rule}": "colwise_gather_output" if rule == "q_proj" else "colwise"}
+    assert plan_composed_attention(plan, "model.layers.0.self_attn", model.model.layers[0].self_attn) == plan
