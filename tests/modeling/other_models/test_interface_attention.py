@@ -32,6 +32,8 @@ from transformers import (
     DiffLlamaConfig,
     DiffLlamaForCausalLM,
     DynamicCache,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -322,6 +324,17 @@ def test_a_class_with_composed_heads_loads_plain_and_composed_checkpoints(tmp_pa
     for loading in (composed_class, with_composed_heads(LlamaForCausalLM)):  # the latter reads the options
         loaded = loading.from_pretrained(tmp_path / "composed", dtype=torch.float64).eval()
         torch.testing.assert_close(loaded(IDS).logits, upcycled(IDS).logits)
+
+
+def test_what_a_model_computes_when_it_is_loaded_is_computed_for_composed_heads_too(tmp_path: Path) -> None:
+    """The scales of a FalconH1 are in no checkpoint, and a module without weights of its own fills them in."""
+    sizes = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 8}
+    model = with_composed_heads(FalconH1ForCausalLM)(FalconH1Config(**DECODER, **sizes, num_key_value_heads=2))
+    model.save_pretrained(tmp_path)
+    loaded = dict(type(model).from_pretrained(tmp_path).named_buffers())
+    assert "model.layers.0.mamba.mup_vector" in loaded
+    for name, buffer in model.named_buffers():
+        assert torch.equal(loaded[name], buffer), name
 
 
 @pytest.mark.parametrize("kept", [True, False, [], "compose_rank"])
