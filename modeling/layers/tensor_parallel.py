@@ -1,7 +1,10 @@
 """Tensor parallelism of composed heads: each process has some groups of heads, and generates the factors of these."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.tensor_parallel import (
@@ -10,10 +13,13 @@ from transformers.distributed.tensor_parallel import (
     replace_layer_number_by_wildcard,
 )
 
-from ...configuration.composition_config import HEAD_GROUPS, WHOLE_HEADS
+from ...configuration.composition_config import HEAD_GROUPS, HEAD_NORM, WHOLE_HEADS
 
 # The weights of a `DynamicComposition`, each with the dimension along which its groups of heads lie.
 GROUP_DIMENSIONS = {"hidden_weight": 1, "factor_weight": 0, "gate_weight": 1, "static_weight": 1}
+
+# Transformers' style of the norms of queries and keys.
+PLAIN_HEAD_NORM = "replicated_with_grad_allreduce"
 
 
 class WholeHeadsParallel(TensorParallelLayer):
@@ -61,12 +67,37 @@ class HeadGroupsParallel(TensorParallelLayer):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Lets the gradients of the hidden states `[B, T, E]`, which all processes read, add up over the processes."""
-        from torch.distributed.tensor import DTensor, Partial, Replicate
+        return (adding_gradients(args[0], mesh), *args[1:]), kwargs
 
-        hidden_states: Tensor = args[0]
-        if not isinstance(hidden_states, DTensor):
-            hidden_states = DTensor.from_local(hidden_states, mesh, [Replicate()], run_check=False)
-        return (hidden_states.to_local(grad_placements=[Partial()]), *args[1:]), kwargs
+
+class HeadNormParallel(TensorParallelLayer):
+    """The style of the norm of queries or keys: each process has all of its weight, and normalizes its own heads.
+
+    Transformers' style adds the gradients of all processes up after each backward pass. Where several passes are
+    accumulated it adds those of earlier ones up again.
+    """
+
+    @contextmanager
+    def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
+        """The gradients of the weights add up over the processes in each backward pass by itself."""
+        own = {name: weight for name, weight in module._parameters.items() if weight is not None}
+        parameters: dict[str, Any] = module._parameters
+        parameters.update({name: adding_gradients(weight, mesh) for name, weight in own.items()})
+        try:
+            yield
+        finally:
+            parameters.update(own)
+
+
+def adding_gradients(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A tensor that all processes have, and whose gradient is the sum of those that they compute."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    if not torch.is_grad_enabled():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        tensor = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return tensor.to_local(grad_placements=[Partial()])
 
 
 def plan_composed_attention(plan: dict[str, str], name: str, attention: Any) -> dict[str, str]:
@@ -86,10 +117,15 @@ def plan_composed_attention(plan: dict[str, str], name: str, attention: Any) -> 
     if not generators or not {"colwise", "packed_colwise"} & {*rules.values()}:
         return plan
     if attention.composition.groups > 1:
-        return plan | {prefix + generator: HEAD_GROUPS for generator in generators}
+        norms = dict.fromkeys((rule for rule, style in rules.items() if style == PLAIN_HEAD_NORM), HEAD_NORM)
+        return plan | norms | {prefix + generator: HEAD_GROUPS for generator in generators}
     return {rule: style for rule, style in plan.items() if rule not in rules}
 
 
-STYLES: dict[str, Any] = {WHOLE_HEADS: WholeHeadsParallel(), HEAD_GROUPS: HeadGroupsParallel()}
+STYLES: dict[str, Any] = {
+    WHOLE_HEADS: WholeHeadsParallel(),
+    HEAD_GROUPS: HeadGroupsParallel(),
+    HEAD_NORM: HeadNormParallel(),
+}
 for name, style in STYLES.items():
     ALL_PARALLEL_STYLES.register(name, style)

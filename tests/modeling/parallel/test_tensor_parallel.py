@@ -22,6 +22,8 @@ from transformers import (
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 from transformers.distributed import DistributedConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -65,6 +67,7 @@ TINY: dict[str, Any] = {
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 IN_PLACE: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "fewer keys": (LlamaForCausalLM, LlamaConfig(**TINY, num_key_value_heads=2)),
+    "norms of heads": (Qwen3ForCausalLM, Qwen3Config(**TINY, num_key_value_heads=2, head_dim=8)),
     "one projection": (GPTNeoXForCausalLM, GPTNeoXConfig(**TINY)),
     "a projection that is gathered": (Phi3ForCausalLM, Phi3Config(**TINY)),
     "latent attention": (
@@ -99,7 +102,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def logits_and_gradients(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits `[B, T, V]`, and the gradients of the loss, whole."""
+    """Logits `[B, T, V]`, and the gradients of the loss, accumulated over two passes, whole."""
+    model(input_ids=ids.flip(1), labels=ids).loss.backward()
     output = model(input_ids=ids, labels=ids)
     output.loss.backward()
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
