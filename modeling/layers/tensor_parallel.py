@@ -17,7 +17,6 @@ from ...configuration.composition_config import HEAD_GROUPS, HEAD_NORM, WHOLE_HE
 
 # The weights of a `DynamicComposition`, each with the dimension along which its groups of heads lie.
 GROUP_DIMENSIONS = {"hidden_weight": 1, "factor_weight": 0, "gate_weight": 1, "static_weight": 1}
-
 # Transformers' style of the norms of queries and keys.
 PLAIN_HEAD_NORM = "replicated_with_grad_allreduce"
 
