@@ -113,10 +113,24 @@ class ContextParallel:
                 f"processes cannot share sequences of {type(model).__name__}; they can those of DCFormer and DCPythia "
                 "without CARoPE, and of decoders of with_composed_heads, with a language modeling head"
             )
+        self._check_mesh(model)
         check_fields(model)
         if model.device.type != "meta":
             check_loss(model, loss_of_family(model) if is_of_family(model) else check_layers(model))
         self._checked.add(model)
+
+    def _check_mesh(self, model: PreTrainedModel) -> None:
+        """Raises ValueError if processes of the group have parts of the model's layers, whose outputs they add up.
+
+        Then they would add up outputs for different tokens.
+        """
+        both = parts_of_layers(model) & {*self.mesh.mesh.flatten().tolist()}
+        if len(both) > 1:
+            raise ValueError(
+                f"processes {sorted(both)} share sequences and have parts of the model by tensor parallelism "
+                f"(tp_size={model._tp_size}), but those with parts must read the same tokens; give a mesh of processes "
+                "with the same part, or load the model whole"
+            )
 
     def _compare(self, tokens: Tensor) -> None:
         """Raises ValueError unless all processes have the same tokens `[B, T]`, or embeddings of as many `[B, T, E]`.
@@ -254,6 +268,14 @@ def unwrapped(model: Any) -> PreTrainedModel:
     while (inside := getattr(model, "_orig_mod", getattr(model, "module", None))) is not None:
         model = inside
     return causal_model_in(model)
+
+
+def parts_of_layers(model: Any) -> set[int]:
+    """The processes among which tensor parallelism divides the layers of this one; none if they are whole."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None or (getattr(model, "_tp_size", None) or 1) == 1:
+        return set()
+    return {*(mesh["tp"] if mesh.ndim > 1 else mesh).mesh.flatten().tolist()}
 
 
 def check_fields(model: PreTrainedModel) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from cases.models import SMALL
 from cases.processes import in_processes
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import (
     DeepseekV3Config,
@@ -245,6 +246,18 @@ def test_processes_have_whole_groups_and_whole_heads(fields: dict[str, Any], mes
     def work() -> None:
         with pytest.raises(ValueError, match=f"tp_size=2 must {message}"):
             load(dynattn.DCFormerForCausalLM, tmp_path)
+
+    split(tmp_path, work)
+
+
+def test_processes_with_parts_of_the_heads_cannot_share_sequences_besides(tmp_path: Path) -> None:
+    """They would add up what they compute of different tokens."""
+    dynattn.DCFormerForCausalLM(dynattn.DCFormerConfig(**SIZES)).save_pretrained(tmp_path)
+
+    def work() -> None:
+        context = dynattn.ContextParallel(init_device_mesh("cpu", (PROCESSES,)))
+        with pytest.raises(ValueError, match=r"processes \[0, 1\] share sequences .*tp_size=2"):
+            context.check(load(dynattn.DCFormerForCausalLM, tmp_path))
 
     split(tmp_path, work)
 
