@@ -58,7 +58,9 @@ class DCFormerConfig(ComposedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.mgate_dim is not None:
             # No tensor parallelism for the MLP: a device would hold the activations of some groups, but gates for all.
-            self.base_model_tp_plan = {}  # type: ignore[misc]
+            # Embeddings are split, because the head is, which may have the same weight; Transformers adds them only to
+            # plans that are not empty.
+            self.base_model_tp_plan = {"embed_tokens": "embedding_rowwise"}  # type: ignore[misc]
         super().__post_init__(**kwargs)
 
     def validate_norm_placement(self) -> None:

@@ -49,6 +49,7 @@ DECODERS: dict[str, tuple[bool, dict[str, Any]]] = {
         {"compose_groups": 2, "compose_key_wise": False, "use_qk_norm": False},
     ),
     "gates of the MLP": (True, {"compose_groups": 2, "mgate_dim": 4, "tie_word_embeddings": True}),
+    "gates of the MLP and one group": (False, {"mgate_dim": 4, "tie_word_embeddings": True}),
     "no composition": (True, PLAIN),
     "norms over all heads": (False, {"compose_groups": 2, "qk_norm_type": "joint_rms_norm"}),
     "a bias for each head": (False, {"compose_groups": 2, "position_scheme": "alibi"}),
