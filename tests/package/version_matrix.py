@@ -57,6 +57,10 @@ AREAS = {
     ),
     "conversion": ("tests/scripts/convert/test_upcycle_models.py",),
     "training": ("tests/scripts/pretrain/test_run.py",),
+    "several processes": (
+        "tests/modeling/parallel/test_context_parallel.py",
+        "tests/modeling/parallel/test_tensor_parallel.py",
+    ),
 }
 SHOW_VERSIONS = f"""
 import json, platform
