@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from dynattn import ContextParallel, with_composed_heads
 from dynattn.families import FAMILIES
 from dynattn.scripts.common.atomic_file import write_json
-from dynattn.scripts.common.environment import hardware, versions
+from dynattn.scripts.common.environment import hardware, provenance, versions
 
 SECONDS = 60  # for one check of one model
 VOCABULARY, TOKENS = 97, 32
@@ -97,6 +97,7 @@ def report(rows: dict[str, dict[str, str]], path: Path | None) -> None:
         "types": rows,
         "hardware": hardware(torch.device("cpu")),
         "versions": versions(),
+        **provenance(),
     }
     print(json.dumps(record, indent=1))
     if path is not None:
