@@ -56,7 +56,8 @@ class CompositionConfig(PortableConfig):
             heads.
         head_norm_eps (`float`, defaults to 1e-5): epsilon of the norm of `differential_heads`.
         compose_rank (`int`, defaults to 2): rank of the low-rank mixing, at most the number of heads in a group.
-        compose_groups (`int`, defaults to 1): number of groups of consecutive heads; heads mix only inside their group.
+        compose_groups (`int`, defaults to 1): number of groups of consecutive heads; heads mix only inside their group,
+            so that tensor parallelism can give the groups to several devices.
         compose_hidden_size (`int`, *optional*): hidden width of the factor generator for each group and component;
             by default `2 * compose_rank * heads of a group`, as released.
         compose_act (`str`, defaults to `"gelu"`): activation of the generator; the JAX trainer used

@@ -113,18 +113,19 @@ class ContextParallel:
                 f"processes cannot share sequences of {type(model).__name__}; they can those of DCFormer and DCPythia "
                 "without CARoPE, and of decoders of with_composed_heads, with a language modeling head"
             )
-        self._check_mesh(model)
+        if parts := parts_of_layers(model):
+            self._check_mesh(model, parts)
         check_fields(model)
         if model.device.type != "meta":
             check_loss(model, loss_of_family(model) if is_of_family(model) else check_layers(model))
         self._checked.add(model)
 
-    def _check_mesh(self, model: PreTrainedModel) -> None:
-        """Raises ValueError if processes of the group have parts of the model's layers, whose outputs they add up.
+    def _check_mesh(self, model: PreTrainedModel, parts: set[int]) -> None:
+        """Raises ValueError if processes of the group have `parts` of the model's layers, whose outputs they add up.
 
         Then they would add up outputs for different tokens.
         """
-        both = parts_of_layers(model) & {*self.mesh.mesh.flatten().tolist()}
+        both = parts.intersection(self.mesh.mesh.flatten().tolist())
         if len(both) > 1:
             raise ValueError(
                 f"processes {sorted(both)} share sequences and have parts of the model by tensor parallelism "
