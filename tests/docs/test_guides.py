@@ -60,6 +60,13 @@ def test_every_command_is_told_of() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES_OF_SITE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_row_of_a_table_is_a_line(page: Path) -> None:
+    """A row that goes on in the next line ends the table."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert not [line for line in text.splitlines() if line.startswith("|") and not line.rstrip().endswith("|")]
+
+
+@pytest.mark.parametrize("page", PAGES_OF_SITE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_to_a_file_and_to_a_heading_of_it(page: Path) -> None:
     """Sphinx, with which `make docs` builds the site, refuses links to folders."""
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", text_of(page)):
