@@ -51,7 +51,7 @@ class HeadGroupsParallel(TensorParallelLayer):
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
         """Makes a weight one of which this process has its own groups; they are loaded later."""
-        from torch.distributed.tensor import Shard, distribute_tensor
+        from torch.distributed.tensor import Shard, distribute_tensor  # here, as not all builds of PyTorch have it
 
         weight = module._parameters[param]
         if weight is not None:
@@ -90,7 +90,7 @@ class HeadNormParallel(TensorParallelLayer):
 
 def adding_gradients(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """A tensor that all processes have, and whose gradient is the sum of those that they compute."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.distributed.tensor import DTensor, Partial, Replicate  # here, as not all builds of PyTorch have it
 
     if not torch.is_grad_enabled():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -102,8 +102,8 @@ def adding_gradients(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 def plan_composed_attention(plan: dict[str, str], name: str, attention: Any) -> dict[str, str]:
     """The plan of a model for tensor parallelism, changed for an attention module that now composes heads.
 
-    If the plan splits the module's heads, the weights of its generators are split, too. With one group of heads, all of
-    which mix, the module stays whole on every device instead.
+    If the plan splits the module's heads, the weights of its generators are split, too, and norms of heads get the
+    style of this module. With one group of heads, all of which mix, attention stays whole on every device instead.
 
     Args:
         plan: a style for each name of modules and weights, with `*` for numbers of layers.

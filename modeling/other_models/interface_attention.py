@@ -247,11 +247,8 @@ def attend_with_composed_heads(
         attention_mask = None  # the source knows what each token sees
     _refuse_options(module, options, dropout, attention_mask)
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if key_source is not None and (position_bias is not None or s_aux is not None or not is_causal):
-        raise ValueError(
-            "keys in pages or of other processes cannot have a position bias or sinks, nor be seen by earlier tokens; "
-            "use generate(), or whole sequences"
-        )
+    if key_source is not None:
+        _refuse_beside_source(position_bias, s_aux, is_causal)
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1 and not module.has_complete_masks
     keys, width = key.shape[2], value.shape[3]
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
@@ -309,6 +306,15 @@ def _refuse_options(
         raise ValueError("continuous batching of composed heads in this model needs transformers>=5.24")
     if attention_mask is None and options.get("cu_seq_lens_q") is not None:
         raise ValueError("cu_seq_lens_q keeps no documents apart here; give position_ids alone, which become a mask")
+
+
+def _refuse_beside_source(position_bias: Tensor | None, sinks: Tensor | None, is_causal: bool) -> None:
+    """Raises ValueError for attention that a `KeySource` does not compute."""
+    if position_bias is not None or sinks is not None or not is_causal:
+        raise ValueError(
+            "keys in pages or of other processes cannot have a position bias or sinks, nor be seen by earlier tokens; "
+            "use generate(), or whole sequences"
+        )
 
 
 def _causal_keys(queries: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

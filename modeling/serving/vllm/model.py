@@ -27,7 +27,7 @@ class ComposedForCausalLM(nn.Module):
         super().__init__()
         implementation = "triton" if vllm_config.device_config.device_type == "cuda" else "chunked"
         self.processes = vllm_config.parallel_config.tensor_parallel_size
-        self.has_weights = False  # as the decoder of some models has when it is made
+        self.has_weights = False  # whether the decoder has them when it is made, so that vLLM loads none
         self.decoder: Any = self.make_decoder(vllm_config.model_config, implementation)
         layers = served_layers(self.decoder)
         self.pages = nn.ModuleList(
