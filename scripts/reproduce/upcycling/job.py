@@ -1,5 +1,6 @@
 """The whole study: its missing runs, then record, table and plot."""
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -25,12 +26,15 @@ def run_study(arguments: UpcyclingArguments) -> str:
 
 def command_of(arguments: UpcyclingArguments) -> str:
     """The command line that repeats the study, wherever its folder and its texts are."""
-    names = ("seeds", "tuning_seed", "learning_rates", "parent_steps", "steps", "arms")
+    names = ["seeds", "tuning_seed", "learning_rates", "parent_steps", "steps", "arms"]
+    if not arguments.trains_parents:
+        names.remove("parent_steps")
     options = {name: getattr(arguments, name) for name in names}
     texts = {name: text_name(text) for name, text in arguments.texts.items() if text != "builtin"}
-    given = {name: getattr(arguments, name) for name in ("parent", "hidden_size")}
+    given = {"parent": text_name(arguments.parent), "hidden_size": arguments.hidden_size}
     parents = {name: value for name, value in given.items() if value != getattr(UpcyclingArguments, name)}
-    return command_line("reproduce upcycling", {**parents, **options, **texts})
+    common = {"common": json.dumps(arguments.for_all)} if arguments.for_all else {}
+    return command_line("reproduce upcycling", {**parents, **options, **common, **texts})
 
 
 def make_runs(arguments: UpcyclingArguments, output: Path) -> Record:
@@ -52,7 +56,8 @@ def make_runs(arguments: UpcyclingArguments, output: Path) -> Record:
     )
     rates = {name: shared[like] for name, like in tuned.items()}
     measured = measured_arms(runs.continued, rates, arguments.seeds)
-    parents = [measured_run(partial(runs.parent, seed)) for seed in arguments.seeds]
+    seeds_with_parents = arguments.seeds if arguments.trains_parents else []
+    parents = [measured_run(partial(runs.parent, seed)) for seed in seeds_with_parents]
     record = make_record(
         {**runs.settings(), **tuning, "chosen": rates},
         measured,

@@ -11,14 +11,15 @@ from typing import Any
 
 from ...compare.job import train_once
 from ...convert import NEOX, UpcycleArguments, upcycle_checkpoint
+from ...convert.common.hub import locate
 from ...pretrain import PretrainArguments
 from ..study_runs import text_name
 from .arguments import HEADS, UpcyclingArguments
 from .changed_parents import compose_in_place, widen_mlps
 
 MODEL: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": HEADS, "max_position_embeddings": 512}
-# The models of parents, by type, and how much wider their MLPs are than their hidden states. Mixtral's tokens read two
-# of four experts, which are half as wide.
+# The models of parents that are trained here, by type, and how much wider their MLPs are than their hidden states.
+# Mixtral's tokens read two of four experts, which are half as wide.
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "gpt_neox": (MODEL, 4),
     "mixtral": ({**MODEL, "num_key_value_heads": 4, "num_local_experts": 4}, 2),
@@ -77,12 +78,13 @@ class Runs:
     arguments: UpcyclingArguments
 
     def parent(self, seed: int) -> Path:
-        """A model from scratch; `seed` decides its initial weights and the order of the data."""
+        """The run of a model from scratch; `seed` decides its initial weights and the order of the data."""
         return train_once(self._pretraining(seed))
 
     def continued(self, seed: int, name: str, rate: float) -> Path:
         """The parent of `seed`, trained further as the arm `name`; all arms read the same tokens in the same order."""
-        self.parent(seed)
+        if self.arguments.trains_parents:
+            self.parent(seed)
         if ARMS[name].composed or ARMS[name].is_wide:
             self._upcycle(seed, ARMS[name].groups)
         if ARMS[name].is_wide:
@@ -95,18 +97,25 @@ class Runs:
         Raises:
             UserError: a learning rate is refused.
         """
-        parents = [self._pretraining(seed) for seed in seeds]
+        parents = [self._pretraining(seed) for seed in seeds] if self.arguments.trains_parents else []
         return parents + [self._continuing(*cell) for cell in product(seeds, arms, rates)]
 
     def settings(self) -> dict[str, Any]:
         """What all runs have in common, for the record."""
-        lengths = {"parent_steps": self.arguments.parent_steps, "steps": self.arguments.steps}
         shares = {"warmup_share": 1 / WARMUP, "frozen_share": 1 / FROZEN}
         texts = {name: text_name(text) for name, text in self.arguments.texts.items()}
-        return {**lengths, **shares, **self._parents(), "common": {**texts, **COMMON}}
+        common = {"common": {**texts, **self._common()}}
+        if not self.arguments.trains_parents:
+            return {"steps": self.arguments.steps, **shares, "parent": text_name(self.arguments.parent), **common}
+        lengths = {"parent_steps": self.arguments.parent_steps, "steps": self.arguments.steps}
+        return {**lengths, **shares, **self._parents(), **common}
+
+    def _common(self) -> dict[str, Any]:
+        """What all runs are told, apart from texts."""
+        return {**COMMON, **self.arguments.for_all}
 
     def _parents(self) -> dict[str, dict[str, Any]]:
-        """What parents are, for the record."""
+        """What parents are that are trained here, for the record."""
         name, width = self.arguments.parent, self.arguments.hidden_size
         model, ratio = MODELS[name]
         model = {"hidden_size": width, "intermediate_size": ratio * width, **model}
@@ -155,7 +164,8 @@ class Runs:
             "save_every": every,
         }
         output = str(self._folder(seed, name))
-        return PretrainArguments(output=output, seed=seed, **lengths, **COMMON, **self.arguments.texts, **options)
+        shared = {**lengths, **self._common(), **self.arguments.texts}
+        return PretrainArguments(output=output, seed=seed, **shared, **options)
 
     def _start(self, seed: int, arm: Arm) -> Path:
         """The folder of the model that an arm continues."""
@@ -164,6 +174,8 @@ class Runs:
         return self._widened(seed) if arm.is_wide else self._parent_model(seed)
 
     def _parent_model(self, seed: int) -> Path:
+        if not self.arguments.trains_parents:
+            return locate(self.arguments.parent)
         return self._folder(seed, "parent") / "model"
 
     def _upcycled(self, seed: int, groups: int = 1) -> Path:

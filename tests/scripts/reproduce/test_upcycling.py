@@ -23,7 +23,7 @@ from dynattn.scripts.reproduce.upcycling.changed_parents import widen_mlps
 from dynattn.scripts.reproduce.upcycling.job import command_of
 
 TINY = {
-    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32,
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64,
     "max_position_embeddings": 128,
 }  # fmt: skip
 OPTIONS = ["--parent_steps", "3", "--steps", "3", "--learning_rates", "1e-2", "2e-2"]
@@ -214,9 +214,9 @@ def test_a_tiny_study_is_interrupted_continued_and_extended(
     assert tiny == ["seed-100/parent", "seed-100/plain-0.01", "seed-100/plain-0.02"]
     assert cli.main(command) == 0
     record = json.loads((tmp_path / "study" / "record.json").read_text())
-    assert len(tiny) == len(set(tiny)) == 3 + 2 + 2 * 7
+    assert len(tiny) == len(set(tiny)) == 3 + 2 + 2 * 8
     assert cli.main(command) == 0
-    assert len(tiny) == 19
+    assert len(tiny) == 21
     check_record(record, tmp_path / "study")
 
 
