@@ -15,8 +15,8 @@ from ...common.checkpoint_files import TOKENIZER_PATTERNS, matching_files
 from ...common.errors import UserError
 from ..model_training import matched_width
 
-# How many tokens are compared, and by how much their logits may differ, relative to the largest one. Products of matrices
-# of other widths are rounded differently, most in half precision.
+# How many tokens are compared, and by how much their logits may differ, relative to the largest one. Products of
+# matrices of other widths are rounded differently, most in half precision.
 PROBE, TOLERANCE = 64, 0.02
 
 
@@ -44,7 +44,7 @@ def widen_mlps(source: Path, destination: Path, like: Path, seed: int) -> None:
         torch.manual_seed(seed)
         wider = make(config)
     _copy_weights(parent, wider)
-    _check_same_logits(parent, wider)
+    check_same_logits(parent, wider)
     _save(wider, source, destination)
 
 
@@ -62,7 +62,7 @@ def compose_in_place(source: Path, destination: Path, groups: int, seed: int) ->
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         composed = composing_class(AutoModelForCausalLM, config).from_pretrained(source, config=config)
-    _check_same_logits(AutoModelForCausalLM.from_pretrained(source), composed)
+    check_same_logits(AutoModelForCausalLM.from_pretrained(source), composed)
     _save(composed, source, destination)
 
 
@@ -75,7 +75,7 @@ def _save(model: PreTrainedModel, source: Path, destination: Path) -> None:
 
 
 @torch.no_grad()
-def _check_same_logits(parent: PreTrainedModel, changed: PreTrainedModel) -> None:
+def check_same_logits(parent: PreTrainedModel, changed: PreTrainedModel) -> None:
     """Raises UserError unless both models have the same logits for some tokens."""
     tokens = torch.arange(PROBE).unsqueeze(0) % parent.config.vocab_size
     expected, logits = (model.eval()(tokens).logits.float() for model in (parent, changed))

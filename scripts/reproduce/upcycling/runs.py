@@ -5,10 +5,12 @@ A run is a folder that `dynattn pretrain` or `dynattn convert` completes by a re
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from ...common.arguments import parse_arguments
 from ...compare.job import train_once
 from ...convert import NEOX, UpcycleArguments, upcycle_checkpoint
 from ...convert.common.hub import locate
@@ -71,7 +73,7 @@ class Runs:
 
     Attributes:
         output: the folder of the study.
-        arguments: the text, and how many updates a parent gets, and each run that continues one.
+        arguments: the parents, the text, and how many updates each run gets.
     """
 
     output: Path
@@ -95,7 +97,7 @@ class Runs:
         """The runs from which a study may be made: parents, and each arm with each learning rate.
 
         Raises:
-            UserError: a learning rate is refused.
+            UserError: a learning rate or an argument of all runs is refused, or there is no such trained parent.
         """
         parents = [self._pretraining(seed) for seed in seeds] if self.arguments.trains_parents else []
         return parents + [self._continuing(*cell) for cell in product(seeds, arms, rates)]
@@ -111,8 +113,14 @@ class Runs:
         return {**lengths, **shares, **self._parents(), **common}
 
     def _common(self) -> dict[str, Any]:
-        """What all runs are told, apart from texts."""
-        return {**COMMON, **self.arguments.for_all}
+        """What all runs are told, apart from texts.
+
+        Raises:
+            UserError: `common` has an unknown argument, or a value that is not valid.
+        """
+        prog, given = "dynattn reproduce upcycling", self.arguments.for_all
+        arguments = parse_arguments(PretrainArguments, ["--output", "unused"], prog=prog, common=given)
+        return {**COMMON, **{name: getattr(arguments, name) for name in given}}
 
     def _parents(self) -> dict[str, dict[str, Any]]:
         """What parents are that are trained here, for the record."""
@@ -133,7 +141,7 @@ class Runs:
             compose_in_place(source, folder, groups, seed)
 
     def _widen(self, seed: int) -> None:
-        """Gives the parent as many parameters as the DCPythia that it was converted to, with the same logits."""
+        """Gives the parent as many parameters as it has with composed heads, and the same logits."""
         if not (folder := self._widened(seed)).exists():
             widen_mlps(self._parent_model(seed), folder, like=self._upcycled(seed), seed=seed)
 
@@ -174,9 +182,12 @@ class Runs:
         return self._widened(seed) if arm.is_wide else self._parent_model(seed)
 
     def _parent_model(self, seed: int) -> Path:
-        if not self.arguments.trains_parents:
-            return locate(self.arguments.parent)
-        return self._folder(seed, "parent") / "model"
+        return self._folder(seed, "parent") / "model" if self.arguments.trains_parents else self._trained_parent
+
+    @cached_property
+    def _trained_parent(self) -> Path:
+        """The folder of the model that all seeds continue, which is downloaded if it is a name on the Hub."""
+        return locate(self.arguments.parent)
 
     def _upcycled(self, seed: int, groups: int = 1) -> Path:
         return self._folder(seed, "upcycled" if groups == 1 else f"upcycled-{groups}-groups")

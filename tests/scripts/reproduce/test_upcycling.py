@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.checkpoints import save_tokenizer
 from cases.studies import pretend_to_train, record_training
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,7 +20,7 @@ from dynattn.scripts.compare.study_folder import claim, draw
 from dynattn.scripts.compare.table import table
 from dynattn.scripts.reproduce.upcycling import runs as upcycling_runs
 from dynattn.scripts.reproduce.upcycling.arguments import UpcyclingArguments
-from dynattn.scripts.reproduce.upcycling.changed_parents import widen_mlps
+from dynattn.scripts.reproduce.upcycling.changed_parents import check_same_logits, widen_mlps
 from dynattn.scripts.reproduce.upcycling.job import command_of
 
 TINY = {
@@ -83,6 +84,8 @@ def test_table_and_plot_are_made_again_from_the_record_alone(record: dict[str, A
         ({"learning_rates": [1e-3, float("inf")]}, "must be one or more positive numbers"),
         ({"steps": 1}, "steps=1 2 or more"),
         ({"hidden_size": 100}, "hidden_size=100 must be a multiple of 64"),
+        ({"parent": "a/model", "parent_steps": 9}, "parent_steps of the parent a/model are known"),
+        ({"common": '{"seed": 1, "batch_size": 2}'}, "common has seed, which the study decides"),
         ({"dataset": "text.txt"}, "dataset=text.txt and validation_dataset=None: give both, or neither"),
         ({"redraw": True, "output": "nowhere"}, "nowhere holds no record.json"),
     ],
@@ -98,6 +101,22 @@ def test_a_rate_that_one_arm_refuses_is_told_before_the_first_run(tmp_path: Path
     options = ["--output", str(tmp_path / "study"), "--learning_rates", "1e-3", "4"]
     assert cli.main(["reproduce", "upcycling", *options]) == 2
     assert "times the learning rate 12.0 must be below 1" in capsys.readouterr().err
+    assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--common", '{"batch_sise": 2}'], "batch_sise"),
+        (["--common", '{"batch_size": "two"}'], "batch_size"),
+        (["--parent", "nowhere/at/all"], "nowhere/at/all does not exist"),
+    ],
+)
+def test_what_no_run_can_be_told_is_refused_before_the_first(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["reproduce", "upcycling", "--output", str(tmp_path / "study"), *options]) == 2
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "study").exists()
 
 
@@ -179,13 +198,15 @@ def test_a_run_that_diverges_does_not_stop_the_study(
     assert len(trained) == len(set(trained)) == 4 + 3 * 7
 
 
-@pytest.mark.parametrize("parent", ["gpt_neox", "mixtral"])
+@pytest.mark.parametrize("parent", ["gpt_neox", "mixtral", "llama", "phi3"])
 def test_a_parent_with_wider_mlps_has_the_same_logits_and_learns_with_all_of_them(parent: str, tmp_path: Path):
     torch.manual_seed(0)
     others = {"num_key_value_heads": 1, "num_local_experts": 2} if parent == "mixtral" else {}
     models = {
         name: AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(parent, **{**TINY, "vocab_size": 40, "intermediate_size": width}, **others)
+            AutoConfig.for_model(
+                parent, **{**TINY, "vocab_size": 40, "pad_token_id": 0, "intermediate_size": width}, **others
+            )
         )
         for name, width in (("plain", 32), ("like", 44))
     }
@@ -198,7 +219,10 @@ def test_a_parent_with_wider_mlps_has_the_same_logits_and_learns_with_all_of_the
     torch.testing.assert_close(wide(tokens).logits, models["plain"](tokens).logits)
     wide(tokens, labels=tokens).loss.backward()
     mlp = wide.base_model.layers[0].mlp
-    read = mlp.experts.down_proj.grad.sum(dim=0) if parent == "mixtral" else mlp.dense_4h_to_h.weight.grad
+    read = {
+        "gpt_neox": lambda: mlp.dense_4h_to_h.weight.grad,
+        "mixtral": lambda: mlp.experts.down_proj.grad.sum(dim=0),
+    }.get(parent, lambda: mlp.down_proj.weight.grad)()
     assert read.abs().sum(dim=0).min() > 0, "each new hidden unit has a gradient"
 
 
@@ -235,6 +259,54 @@ def test_parents_of_another_type_are_composed_in_place(tiny: list[str], tmp_path
     trained = load_file(seed / "slow-0.01" / "model" / "model.safetensors")
     gate = "model.layers.0.self_attn.composition.gate_weight"
     assert not start[gate].any() and trained[gate].any()
+
+
+@pytest.fixture
+def trained_llama(tmp_path: Path) -> Path:
+    """A small Llama with its tokenizer, as a user has one."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **TINY, num_key_value_heads=2, vocab_size=300)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "llama")
+    save_tokenizer(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def test_a_trained_parent_is_the_start_of_all_seeds(tiny: list[str], trained_llama: Path, tmp_path: Path):
+    texts = ["--dataset", str(tmp_path / "text.jsonl"), "--validation_dataset", str(tmp_path / "held_out.jsonl")]
+    options = ["--parent", str(trained_llama), "--steps", "3", "--learning_rates", "1e-2", "--seeds", "0", "1"]
+    options += ["--arms", "wide", "composed", "--common", '{"batch_size": 2, "sequence_length": 32}']
+    command = ["reproduce", "upcycling", "--output", str(tmp_path / "study"), *options, *texts]
+    assert cli.main(command) == 0
+    assert tiny == [f"seed-{seed}/{arm}-0.01" for seed in (0, 1) for arm in ("plain", "wide", "composed")]
+    record = json.loads((tmp_path / "study" / "record.json").read_text())
+    assert (record["settings"]["parent"], record["parents"]) == ("llama", [])
+    assert record["command"].startswith("dynattn reproduce upcycling --parent llama --seeds 0 1")
+    arms = {name: arm["runs"][0] for name, arm in record["arms"].items()}
+    assert {run["tokens"] for run in arms.values()} == {3 * 2 * 32}
+    assert arms["plain"]["parameters"] < arms["composed"]["parameters"]
+    assert arms["wide"]["parameters"] == pytest.approx(arms["composed"]["parameters"], abs=3 * TINY["hidden_size"])
+    upcycled = tmp_path / "study" / "seed-0" / "upcycled"
+    parent, start = (load_file(folder / "model.safetensors") for folder in (trained_llama, upcycled))
+    assert all(weight.equal(start[name]) for name, weight in parent.items())
+
+
+def test_a_parent_that_would_begin_with_other_logits_is_refused(trained_llama: Path):
+    model = AutoModelForCausalLM.from_pretrained(trained_llama)
+    wider = AutoModelForCausalLM.from_pretrained(trained_llama)
+    with torch.no_grad():
+        wider.model.layers[0].mlp.down_proj.weight.mul_(2)
+    check_same_logits(model, model)
+    with pytest.raises(UserError, match="logits of LlamaForCausalLM differ from those of LlamaForCausalLM by"):
+        check_same_logits(model, wider)
+
+
+def test_a_parent_whose_mlps_have_no_known_width_cannot_be_widened(tmp_path: Path):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=64, vocab_size=40)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(UserError, match=r"\(gpt2\) has no intermediate_size to widen; give --arms without wide"):
+        widen_mlps(tmp_path / "gpt2", tmp_path / "wide", like=tmp_path / "gpt2", seed=0)
+    assert not (tmp_path / "wide").exists()
 
 
 def interrupted(*_: Any) -> None:
