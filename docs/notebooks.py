@@ -15,8 +15,9 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 GUIDES = Path(__file__).parent / "guides"
 NOTEBOOKS = ("first_model", "compose_a_model")
-# A block of a language that a notebook can run. A command that fails ends its cell.
-BLOCK = re.compile(r"^```(python|bash)\n(.*?)\n```$", re.MULTILINE | re.DOTALL)
+# A block of a language that a notebook can run, after a comment if it cannot run everywhere. A command that fails ends
+# its cell.
+BLOCK = re.compile(r"(^<!-- not run: .+? -->\n+)?^```(python|bash)\n(.*?)\n```$", re.MULTILINE | re.DOTALL)
 PREFIXES = {"python": "", "bash": "%%bash -e\n"}
 # Links to other pages lead nowhere from a notebook that was downloaded.
 RELATIVE_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:)[^)]+\)")
@@ -40,12 +41,14 @@ def as_notebook(text: str) -> nbformat.NotebookNode:
 
 
 def cells_of(text: str) -> Iterator[nbformat.NotebookNode]:
-    """Text and blocks in their order."""
+    """Text and blocks in their order; those that cannot run everywhere are left in the text."""
     end = 0
     for block in BLOCK.finditer(text):
-        yield from markdown(text[end : block.start()])
-        yield new_code_cell(PREFIXES[block[1]] + block[2])
-        end = block.end()
+        cannot_run, language, content = block.groups()
+        if not cannot_run:
+            yield from markdown(text[end : block.start()])
+            yield new_code_cell(PREFIXES[language] + content)
+            end = block.end()
     yield from markdown(text[end:])
 
 

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 from cases.guides import environment_of_guides
-from cases.text import fenced_blocks
+from cases.text import BLOCK
 
 ROOT = Path(__file__).parents[2]
 nbformat = pytest.importorskip("nbformat", reason="pip install 'dynattn[docs]'")
@@ -32,9 +32,18 @@ def test_cells_are_the_blocks_of_the_guide(name: str, tmp_path: Path) -> None:
     nbformat.validate(notebook)
     text = (ROOT / f"docs/guides/{name}.md").read_text(encoding="utf-8")
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
-    written = [block.rstrip("\n") for language in ("python", "bash") for block in fenced_blocks(text, language)]
+    written = [
+        block.rstrip("\n") for reason, language, block in BLOCK.findall(text) if language != "yaml" and not reason
+    ]
     assert sorted(source.removeprefix("%%bash -e\n") for source in code) == sorted(written)
     assert all("](" not in cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+
+
+def test_a_block_that_does_not_run_is_text() -> None:
+    text = "First.\n\n<!-- not run: no GPU -->\n```bash\nfalse\n```\n\nThen:\n\n```bash\nls\n```\n"
+    first, then = NOTEBOOKS.as_notebook(text).cells
+    assert (first.cell_type, then.cell_type) == ("markdown", "code")
+    assert "```bash\nfalse\n```" in first.source and then.source == "%%bash -e\nls"
 
 
 @pytest.mark.slow

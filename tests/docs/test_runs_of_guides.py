@@ -36,7 +36,7 @@ def as_program(text: str, page: str) -> str:
 @pytest.mark.parametrize("page", RUN)
 def test_every_block_runs(page: str, tmp_path: Path) -> None:
     text = (GUIDES / page).read_text(encoding="utf-8")
-    for module in NEEDED.findall(text):
+    for module in NEEDED.findall("\n".join(content for _, content in blocks_of(text))):
         pytest.importorskip(module)
     environment = environment_of_guides(tmp_path)
     if page != "first_model.md":  # it makes what others start from
