@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from ...configuration.multihead_config import make_config
 from ..ops.dcmha.attention import dcmha_attention, resolve_implementation
-from .interface_attention import (
-    Choices,
-    ComposedInterfaceAttention,
+from .interface_attention import Choices, ComposedInterfaceAttention
+from .interface_modules import (
     calls_interface,
     dropout_error,
     interface_dropout,

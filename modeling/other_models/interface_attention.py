@@ -6,7 +6,6 @@ more: what queries and keys are projected from, which hooks on the projections n
 """
 
 import copy
-import inspect
 import threading
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,15 +27,12 @@ from ..ops.distance_tables import NO_TABLES
 from ..ops.masking import four_dimensional
 from ..serving.paged_attention import CURRENT
 from .attention_sinks import with_sink_key, with_visible_sink
+from .interface_modules import dropout_error, projections_of
 from .side_generators import SideGenerators
 
 # The name of the attention function in the configurations of composed modules. Other copies of this code, which came
 # with models, register functions of their own.
 NAME = f"{NAMESPACE}_composed_heads"
-# Names of the submodules that project queries, keys, or both at once, in the models of Transformers.
-QUERY_PROJECTIONS = ("q_proj", "query", "q_lin", "q", "linear_q", "to_q", "Wq", "q_attn", "q_a_proj")
-KEY_PROJECTIONS = ("k_proj", "key", "k_lin", "k", "linear_k", "to_k", "Wk", "kv_a_proj_with_mqa")
-JOINT_PROJECTIONS = ("qkv", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
 
 
 class Choices(NamedTuple):
@@ -352,69 +348,3 @@ def _joined_mask(mask: Tensor | None, bias: Tensor | None, is_causal: bool, keys
 
 
 AttentionInterface.register(NAME, attend_with_composed_heads)
-
-
-def dropout_error(dropout: float) -> str:
-    """What to do about dropout of probabilities."""
-    return f"dropout={dropout} drops probabilities, which are never all in memory at once; use dropout=0.0"
-
-
-def calls_interface(attention: nn.Module) -> bool:
-    """Whether a module attends by Transformers' attention interface, from projections that are known.
-
-    Those that get `cu_seqlens` attend to pieces of a row one by one, and are left out.
-    """
-    forward = inspect.unwrap(type(attention).forward)
-    code = getattr(forward, "__code__", None)
-    if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names or "cu_seqlens" in code.co_varnames:
-        return False
-    return hasattr(attention, "config") and None not in projections_of(attention)
-
-
-def projections_of(attention: nn.Module) -> tuple[Any, Any]:
-    """The submodules that project queries and keys, which may be one; None where there is none that is known."""
-    return _projection(attention, QUERY_PROJECTIONS), _projection(attention, KEY_PROJECTIONS)
-
-
-def _projection(attention: nn.Module, names: tuple[str, ...]) -> Any:
-    """The first submodule of some names, or of those of joint projections, that is a linear layer of any kind."""
-    found = (getattr(attention, name, None) for name in (*names, *JOINT_PROJECTIONS))
-    return next((one for one in found if isinstance(one, nn.Module) and _input_size(one) is not None), None)
-
-
-def refuse_foreign_parts(attention: Any) -> None:
-    """Raises ValueError for a module with soft caps, which composed heads do not have."""
-    if getattr(attention, "attn_logit_softcapping", None) is not None:
-        raise ValueError("attention with soft caps cannot have composed heads; leave it out by names=[...]")
-
-
-def interface_sizes(attention: Any) -> tuple[int, int, int]:
-    """Widths of what queries and keys are projected from, and the number of query heads."""
-    query, key = (int(_input_size(projection) or 0) for projection in projections_of(attention))
-    for name in ("num_heads", "num_attention_heads", "n_heads"):
-        if isinstance(count := getattr(attention, name, None), int):
-            return query, key, count
-    output = getattr(attention, "o_proj", None)
-    if output is not None and hasattr(attention, "head_dim"):
-        return query, key, output.in_features // attention.head_dim
-    return query, key, attention.config.num_attention_heads
-
-
-def _input_size(projection: Any) -> int | None:
-    """Width of a linear layer's input, which a `Conv1D` of Transformers calls `nx`; None for other modules."""
-    return getattr(projection, "in_features", getattr(projection, "nx", None))
-
-
-def interface_dropout(attention: Any) -> float:
-    """Dropout of probabilities, under one of the names that modules have for it."""
-    for name in ("attention_dropout", "dropout", "dropout_prob", "attn_dropout"):
-        if (dropout := getattr(attention, name, None)) is not None:
-            return float(getattr(dropout, "p", dropout))
-    return 0.0
-
-
-def is_cross_attention(name: str, attention: Any) -> bool:
-    """Whether a module called `name` attends to another sequence, as far as names and attributes tell."""
-    names = f"{name}.{type(attention).__name__}".lower()
-    is_named_so = any(part in names for part in ("cross", "encoder_attn", "encdec", "encoder_decoder_attention"))
-    return is_named_so or bool(getattr(attention, "is_cross_attention", False))
