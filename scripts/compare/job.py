@@ -15,7 +15,7 @@ from ..common.commands import import_words
 from ..common.errors import UserError
 from ..pretrain import PretrainArguments, pretrain
 from ..pretrain.guard import DivergedError
-from ..pretrain.model import plan_config
+from ..pretrain.model_config import plan_config
 from ..pretrain.same_texts import check_same_texts
 from ..pretrain.stopping import deadline_after
 from .arguments import CompareArguments

@@ -101,7 +101,7 @@ def read_model(source: Path, *, averaged: bool = False) -> "PreTrainedModel":
 
     from dynattn.modeling.other_models.compose_heads import composing_class
 
-    from .model import AUTO_CLASSES
+    from .model_config import AUTO_CLASSES
     from .outputs import checkpoint
     from .outputs.earlier_format import is_earlier_format, load_earlier_weights
     from .outputs.training_state import hide_warning_of_one_process, load_weights

@@ -41,7 +41,8 @@ from .data.tokenizer import LARGEST_VOCABULARY
 from .engines.choice import build_engine, forget_launcher, launched_engine
 from .engines.interface import Engine
 from .fingerprint import check_same_run
-from .model import check_attention, choose_attention, plan_config
+from .model import check_attention, choose_attention
+from .model_config import plan_config
 from .outputs.metrics import check_trackers, tensorboard_errors_told_once
 from .outputs.run_folder import RunFolder, remove
 from .outputs.training_state import hide_warning_of_one_process

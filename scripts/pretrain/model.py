@@ -1,35 +1,17 @@
 """The model of a run: fresh weights from a configuration, or the weights of a checkpoint."""
 
-import dataclasses
-import inspect
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from dynattn import keep_attention_outputs  # importing dynattn registers its model types
-from dynattn.configuration.composition_config import CompositionConfig
-from dynattn.families import family_of
 from dynattn.modeling.common.activation_checkpointing import checkpoint_activations
 from dynattn.modeling.common.decoder_heads import CausalLMHead
-from dynattn.modeling.common.encoder_heads import MaskedLMHead
 from dynattn.modeling.layers.differential_heads import DifferentialHeads
 from dynattn.modeling.layers.head_composition import DynamicComposition
 from dynattn.modeling.ops.dcmha.attention import default_implementation
@@ -37,24 +19,11 @@ from dynattn.modeling.ops.dcmha.triton.kernels.registry import load_kernels
 from dynattn.modeling.other_models.compose_heads import composing_class
 from dynattn.modeling.other_models.interface_attention import check_makes_masks
 
-from ..common.arguments import suggest
-from ..common.checkpoint_files import check_has_config
-from ..common.checkpoint_loading import check_loaded, reads_both_ways
+from ..common.checkpoint_loading import check_loaded
 from ..common.errors import UserError, in_one_line, refusal_of
-from ..common.memory_limits import check_memory
-from ..common.special_tokens import start_token_id
 from .arguments import PretrainArguments
-from .data.position_sampling import check_reads_positions
-from .data.tokenizer import required_vocabulary
-from .width_transfer import check_transfer, scale_initial_weights, transfer_config
-
-# For each objective, the Auto class of its models, and the model type that is trained by default.
-AUTO_CLASSES: Mapping[str, Any] = {"causal_lm": AutoModelForCausalLM, "masked_lm": AutoModelForMaskedLM}
-DEFAULT_MODEL_TYPES = {"causal_lm": "dcformer", "masked_lm": "dcmodernbert"}
-DEFAULT_MODEL_SIZE = "tiny"
-HEAD_NAMES = {"causal_lm": "causal language model", "masked_lm": "masked language model"}
-# A new model's vocabulary is rounded up to a multiple of this: matrix products are fastest with whole tiles.
-VOCABULARY_MULTIPLE = 64
+from .model_config import AUTO_CLASSES
+from .width_transfer import scale_initial_weights
 
 
 @dataclass(frozen=True)
@@ -63,32 +32,6 @@ class ParameterCounts:
 
     total: int
     non_embedding: int
-
-
-def build_config(arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """The configuration that the arguments describe, fitted to the tokenizer.
-
-    Raises:
-        UserError: the model type, size, a field or its value is not valid, the vocabulary is too small for the
-            tokenizer, the sequences are longer than the model's positions, or it cannot do what the arguments ask for
-            (carry memory, read sampled positions, keep documents apart).
-    """
-    needed = required_vocabulary(tokenizer)
-    if arguments.init_from:
-        config = plan_config(arguments)
-        for name, token in _special_tokens(type(config), tokenizer).items():
-            setattr(config, name, token)
-    else:
-        padded = -(-needed // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        tokens = _special_tokens(_config_class(arguments), tokenizer)
-        config = plan_config(arguments, {"vocab_size": padded, **tokens})
-    if needed > config.vocab_size:
-        of_parent = "give the tokenizer that the model was trained with"
-        fix = of_parent if arguments.init_from else "raise it in model_config or give a smaller tokenizer"
-        raise UserError(
-            f"the tokenizer has {needed} tokens, more than the model's vocab_size={config.vocab_size}; {fix}"
-        )
-    return config
 
 
 def build_model(arguments: PretrainArguments, config: PreTrainedConfig, *, on_meta: bool = False) -> PreTrainedModel:
@@ -128,26 +71,6 @@ def checkpoint_activations_if_asked(model: PreTrainedModel, arguments: PretrainA
         checkpoint_activations(model, use_reentrant=False, context_fn=keep_attention_outputs)
 
 
-def plan_config(arguments: PretrainArguments, defaults: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """The configuration that the arguments describe, without a tokenizer.
-
-    Args:
-        defaults: fields of a new model, which those of the arguments override; without them, its vocabulary has the
-            default size of the family.
-
-    Raises:
-        UserError: as `build_config`, without the tokenizer.
-    """
-    given = arguments.init_from
-    fields = {**(defaults or {}), **arguments.config_overrides}
-    config = _load_config(arguments) if given else _new_config(arguments, fields)
-    check_transfer(config, arguments.base_width)
-    if not given:
-        transfer_config(config, arguments.base_width)
-    _check_fit(config, arguments)
-    return config
-
-
 def check_attention(arguments: PretrainArguments, device: torch.device) -> None:
     """Raises UserError, before the run begins, if the Triton kernels that were asked for do not run on the device."""
     if arguments.attn_implementation != "triton":
@@ -174,47 +97,6 @@ def choose_attention(model: PreTrainedModel, arguments: PretrainArguments, devic
     if name != model.config._attn_implementation:
         model.set_attn_implementation(name)
     return f"attention: {name} ({reason})"
-
-
-def loss_options(model: nn.Module, z_loss: float = 0.0) -> dict[str, Any]:
-    """Keyword arguments for a forward pass that needs only the loss.
-
-    With them, models of this package never hold all logits at once; other models take none.
-    """
-    if not isinstance(model, CausalLMHead | MaskedLMHead):
-        return {}
-    return {"skip_logits": True, "z_loss": z_loss} if z_loss else {"skip_logits": True}
-
-
-def share_of_loss(model: nn.Module, loss: Tensor, targets: int, total: Tensor) -> Tensor:
-    """The loss `[]` of a forward pass with `targets` targets as their sum divided by the `total` number.
-
-    That is what models make of `num_items_in_batch`, but for those that compute a mean over their own targets.
-    """
-    return loss if computes_common_loss(type(model)) else loss * (targets / total)
-
-
-def divide_router_loss(model: Any, passes: int) -> None:
-    """Makes the router losses of the `passes` forward passes of an update, on all processes, add up to their mean.
-
-    A mixture of experts adds the whole of it to each loss, however small the share of the targets is.
-    """
-    if hasattr(model, "router_aux_loss_coef"):
-        model.router_aux_loss_coef /= passes
-
-
-def without_router_loss(model: nn.Module) -> dict[str, bool]:
-    """Keyword arguments for a forward pass whose loss is that of the targets alone."""
-    return {"output_router_logits": False} if hasattr(model, "router_aux_loss_coef") else {}
-
-
-def computes_common_loss(model_class: Any) -> bool:
-    """Whether a model's loss is one that heeds `num_items_in_batch` and, of a causal model, shifts the labels.
-
-    In Transformers this is the `loss_function` of a model. Some do not call it: their loss does neither.
-    """
-    forward = inspect.unwrap(model_class.forward)
-    return not forward.__module__.startswith("transformers.") or "loss_function" in forward.__code__.co_names
 
 
 def composition_weights(model: nn.Module) -> list[nn.Parameter]:
@@ -254,125 +136,3 @@ def _load_or_initialize(arguments: PretrainArguments, config: PreTrainedConfig, 
         return model
     with torch.device("meta") if on_meta else nullcontext():
         return model_class.from_config(config, **options)
-
-
-def _config_class(arguments: PretrainArguments) -> Any:
-    """The configuration class of the model type that the arguments name."""
-    default = DEFAULT_MODEL_TYPES[arguments.objective]
-    model_type = arguments.model_type or default
-    if model_type not in CONFIG_MAPPING:
-        raise UserError(f"model_type={model_type} is not known to Transformers or dynattn; {default} is")
-    config_class = CONFIG_MAPPING[model_type]
-    _check_objective(config_class, arguments.objective, f"model_type={model_type}")
-    return config_class
-
-
-def _check_objective(config_class: type[PreTrainedConfig], objective: str, source: str) -> None:
-    """Refuses a model that cannot learn the objective, and says how it is trained."""
-    having = [name for name, auto_class in AUTO_CLASSES.items() if config_class in auto_class._model_mapping]
-    if objective in having:
-        return
-    fix = "train it with Transformers' Trainer (docs/guides)"
-    if having:
-        fix = f"give --objective {having[0]}"
-    elif config_class in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-        fix = "train it with Transformers' Seq2SeqTrainer (docs/guides/encoder_decoders.md)"
-    elif config_class in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
-        fix = "train it with Transformers' Trainer (docs/guides/vision.md)"
-    raise UserError(f"{source} has no {HEAD_NAMES[objective]}, which objective={objective} trains; {fix}")
-
-
-def _special_tokens(config_class: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """The tokenizer's special tokens, under those names that a configuration has."""
-    start, end = start_token_id(tokenizer), tokenizer.eos_token_id
-    tokens = {"bos_token_id": start, "eos_token_id": end, "pad_token_id": tokenizer.pad_token_id}
-    fields = {field.name for field in dataclasses.fields(config_class)}
-    return tokens | {
-        name: token for name, token in {"cls_token_id": start, "sep_token_id": end}.items() if name in fields
-    }
-
-
-def _new_config(arguments: PretrainArguments, overrides: dict[str, Any]) -> PreTrainedConfig:
-    config_class = _config_class(arguments)
-    model_type = config_class.model_type
-    fields = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
-    # Not a field of the configuration: `from_size` replaces a mixer by the fields that it stands for, and models of
-    # Transformers keep what `with_composed_heads` was told.
-    fields.add("mixer" if issubclass(config_class, CompositionConfig) else "composed_heads")
-    if unknown := sorted(set(arguments.config_overrides) - fields):
-        hint = suggest(unknown[0], fields)
-        raise UserError(
-            f"model_config names {unknown}, which {model_type} does not have; {hint}it has {sorted(fields)}"
-        )
-    size = _choose_size(config_class, arguments.model_size)
-    try:
-        return config_class(**overrides) if size is None else config_class.from_size(size, **overrides)
-    except (StrictDataclassError, ValueError, TypeError) as error:
-        raise UserError(f"model_config is not valid for {model_type}: {in_one_line(error)}") from error
-
-
-def _choose_size(config_class: Any, size: str | None) -> str | None:
-    """The named size to build, or None for an architecture without named sizes."""
-    model_type = config_class.model_type
-    if not hasattr(config_class, "from_size"):
-        if size:  # empty where an option takes back what a recipe says
-            raise UserError(
-                f"model_type={model_type} has no named sizes; leave model_size={size} out, or take it back with "
-                "--model_size '', and give model_config"
-            )
-        return None
-    chosen = size or DEFAULT_MODEL_SIZE
-    if chosen not in config_class.sizes:
-        raise UserError(
-            f"model_size={chosen} is not a size of {model_type}; choose from {', '.join(config_class.sizes)}"
-        )
-    return chosen
-
-
-def _load_config(arguments: PretrainArguments) -> PreTrainedConfig:
-    name = str(arguments.init_from)
-    if Path(name).is_dir():
-        check_has_config(Path(name))
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"cannot load init_from={name}: {in_one_line(error)}; give a folder or a Hub name") from error
-    _check_objective(type(config), arguments.objective, f"init_from={name}, a {config.model_type},")
-    return config
-
-
-def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments) -> None:
-    """Raises UserError for sequences and objectives that are not for this model."""
-    if arguments.objective == "causal_lm":
-        _check_predicts_next(config)
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and arguments.sequence_length > limit:
-        others = "" if arguments.init_from else ", or raise the limit in model_config"
-        raise UserError(
-            f"sequence_length={arguments.sequence_length} is above the model's max_position_embeddings={limit}; "
-            f"lower it{others}"
-        )
-    if arguments.packing == "anchor":
-        check_reads_positions(config, "packing=anchor")
-    if arguments.carry_memory:
-        check_memory(config, arguments.sequence_length)
-    if arguments.objective == "masked_lm" and arguments.mask_documents and family_of(config) is None:
-        raise UserError(
-            f"mask_documents keeps documents apart by positions that restart, and a {config.model_type} does not "
-            "read them so; give mask_documents: false (--no_mask_documents)"
-        )
-
-
-def _check_predicts_next(config: PreTrainedConfig) -> None:
-    """Raises UserError for models that have a causal class, but would not learn to predict the next token."""
-    name = config.model_type
-    if not computes_common_loss(AutoModelForCausalLM._model_mapping[type(config)]):
-        raise UserError(
-            f"the loss of a {name} compares what it predicts at a token with this token itself, not with the next one, "
-            "which teaches it to copy; give a model of another type"
-        )
-    if reads_both_ways(config):
-        raise UserError(
-            f"a {name} reads each token with those after it, so predicting the next token teaches nothing; give "
-            "objective: masked_lm, or is_decoder: true in model_config"
-        )

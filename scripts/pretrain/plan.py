@@ -17,7 +17,8 @@ from .data.tokenizer import load_tokenizer
 from .engines.interface import Engine
 from .engines.sequence_groups import SequenceGroups
 from .fingerprint import Fingerprint, build_fingerprint, describe_changes, sharing_of
-from .model import build_config, build_model, count_parameters
+from .model import build_model, count_parameters
+from .model_config import build_config
 from .outputs.checkpoint import read_state
 from .outputs.run_folder import RunFolder
 from .schedule import build_schedule

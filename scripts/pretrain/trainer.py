@@ -24,7 +24,7 @@ from .data.objectives import Examples
 from .engines.interface import Engine
 from .fingerprint import sharing_of
 from .guard import Batch, DivergedError, RollbackError
-from .model import divide_router_loss, loss_options, share_of_loss
+from .losses import divide_router_loss, loss_options, share_of_loss
 from .optimizer import build_optimizer
 from .outputs import checkpoint
 from .outputs.checkpoint import TrainingProgress

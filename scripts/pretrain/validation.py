@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 from .carried_memory import CarriedMemory
 from .data.objectives import CausalLM, Examples
 from .engines.interface import Engine
-from .model import loss_options, share_of_loss, without_router_loss
+from .losses import loss_options, share_of_loss, without_router_loss
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from dynattn.scripts.pretrain.data.streaming import BlockWriter
 from dynattn.scripts.pretrain.data.tokenizer import load_tokenizer, train_bpe
 from dynattn.scripts.pretrain.dry_run.estimates import RECORDED_MFU, RECORDED_RATIO, composes, plain_flops
 from dynattn.scripts.pretrain.dry_run.hardware import GPUS
-from dynattn.scripts.pretrain.model import plan_config
+from dynattn.scripts.pretrain.model_config import plan_config
 from dynattn.scripts.pretrain.options.model import ModelOptions
 from dynattn.scripts.pretrain.outputs.run_folder import RunFolder
 from tests.cases.indexed import write_indexed

@@ -11,7 +11,8 @@ from ..arguments import PretrainArguments
 from ..data.length_warmup import LengthWarmup
 from ..engines.choice import check_zero, obstacle_to_zero
 from ..engines.sequence_groups import check_division
-from ..model import checkpoint_activations_if_asked, count_parameters, plan_config
+from ..model import checkpoint_activations_if_asked, count_parameters
+from ..model_config import plan_config
 from ..optimizer import moment_bytes
 from ..options.sweep import Sweep
 from .hardware import Gpu, parse_cluster

@@ -18,7 +18,7 @@ from ...compare.job import train_once
 from ...pretrain import PretrainArguments
 from ...pretrain.data.documents import iterate_texts, load_documents
 from ...pretrain.data.tokenizer import load_tokenizer, train_bpe
-from ...pretrain.model import build_config
+from ...pretrain.model_config import build_config
 from ..model_training import begin_alike, matched_width
 from .arguments import ARMS, MaskedLMArguments
 

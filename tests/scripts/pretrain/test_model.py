@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.modeling.ops.dcmha.attention import DefaultImplementation
@@ -42,21 +41,6 @@ def test_kernels_that_do_not_run_there_are_refused_before_the_run(monkeypatch: p
     job.check_attention(PretrainArguments(output="runs", attn_implementation="eager"), CPU)
 
 
-@pytest.mark.parametrize("model_type", ["xlnet", "xlm", "cpmant", "prophetnet", "bart", "marian", "trocr"])
-def test_models_whose_loss_is_that_of_copying_are_refused(model_type: str) -> None:
-    fields = {"causal": True} if model_type == "xlm" else None
-    arguments = PretrainArguments(output="runs", model_type=model_type, model_config=fields)
-    with pytest.raises(UserError, match=f"loss of a {model_type} compares .* with this token itself, .* another type"):
-        job.plan_config(arguments)
-
-
 def test_a_model_that_composes_nothing_keeps_its_own() -> None:
     plain = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"))
     assert job.choose_attention(plain, PretrainArguments(output="runs"), CPU) == "attention: sdpa"  # type: ignore[arg-type]
-
-
-def test_an_empty_size_takes_back_that_of_a_recipe() -> None:
-    """Models of Transformers have no named sizes, and options cannot be removed from a recipe."""
-    with pytest.raises(UserError, match=r"llama has no named sizes; leave model_size=tiny out.*--model_size ''"):
-        job._choose_size(LlamaConfig, "tiny")
-    assert job._choose_size(LlamaConfig, "") is None

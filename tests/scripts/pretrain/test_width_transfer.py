@@ -18,7 +18,8 @@ from dynattn import DCFormerConfig, DCPythiaConfig
 from dynattn.modeling.layers.head_composition import DynamicComposition, PackedFactors
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
-from dynattn.scripts.pretrain.model import build_model, plan_config
+from dynattn.scripts.pretrain.model import build_model
+from dynattn.scripts.pretrain.model_config import plan_config
 from dynattn.scripts.pretrain.optimizer import build_optimizer
 from dynattn.scripts.pretrain.width_transfer import check_transfer, rate_factors, transfer_config
 
