@@ -62,8 +62,8 @@ def draw_maps(layer: LayerObservation, stage: str) -> Figure:
     """The maps of all heads before a stage (upper rows) and after it (lower rows), each head's in one scale."""
     before, after = (maps[0].masked_fill(~layer.visible, 0.0) for maps in layer.around(stage))
     heads = len(before)
-    columns = min(heads, HEADS_IN_A_ROW)
-    rows = -(-heads // columns)
+    rows = -(-heads // HEADS_IN_A_ROW)
+    columns = -(-heads // rows)  # 9 heads are 5 and 4, not 8 and 1
     figure, grid = plt.subplots(2 * rows, columns, figsize=(1.3 * columns, 2.8 * rows), squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()
@@ -73,5 +73,5 @@ def draw_maps(layer: LayerObservation, stage: str) -> Figure:
         for offset, maps in enumerate((before[head], after[head])):
             grid[row + offset, column].imshow(maps.numpy(), cmap=COLORS, vmin=-largest, vmax=largest)
         grid[row, column].set_title(f"head {head}", fontsize=8)
-    figure.tight_layout(pad=0.3)
+    figure.tight_layout(pad=0.3, h_pad=0.9)
     return figure
