@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -34,7 +35,27 @@ class WholeHeadsParallel(TensorParallelLayer):
         return module
 
 
-class HeadGroupsParallel(TensorParallelLayer):
+class CopiedParallel(TensorParallelLayer):
+    """A style of modules of which there may be copies: PEFT trains one of each that `modules_to_save` names.
+
+    A copy of a module with a style of Transformers still computes with the weights of the module it was made of.
+    """
+
+    def install_forward(self, module: Any, mesh: DeviceMesh) -> nn.Module:
+        """As in Transformers, with a method in place of its function, because copies bind methods to themselves."""
+        forward = module.forward.__func__
+
+        def split_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.transform_inputs_pre_forward(module, args, kwargs, mesh)
+            with self.context_around_forward(module, mesh):
+                output = forward(module, *args, **kwargs)
+            return self.transform_output_post_forward(module, output, mesh)
+
+        module.forward = MethodType(split_forward, module)
+        return module
+
+
+class HeadGroupsParallel(CopiedParallel):
     """The style of generators in the plans of Transformers' tensor parallelism.
 
     Heads mix only inside their group, so a process that has the queries, keys and values of whole groups composes them
@@ -69,7 +90,7 @@ class HeadGroupsParallel(TensorParallelLayer):
         return (adding_gradients(args[0], mesh), *args[1:]), kwargs
 
 
-class HeadNormParallel(TensorParallelLayer):
+class HeadNormParallel(CopiedParallel):
     """The style of the norm of queries or keys: each process has all of its weight, and normalizes its own heads.
 
     Transformers' style adds the gradients of all processes up after each backward pass. Where several passes are

@@ -11,6 +11,7 @@ import transformers
 from cases.models import SMALL
 from cases.processes import in_processes
 from packaging import version
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -262,6 +263,31 @@ def test_processes_with_parts_of_the_heads_cannot_share_sequences_besides(tmp_pa
         context = dynattn.ContextParallel(init_device_mesh("cpu", (PROCESSES,)))
         with pytest.raises(ValueError, match=r"processes \[0, 1\] share sequences .*tp_size=2"):
             context.check(load(dynattn.DCFormerForCausalLM, tmp_path))
+
+    split(tmp_path, work)
+
+
+def test_copies_of_modules_that_adapters_train_have_the_heads_of_their_process(tmp_path: Path) -> None:
+    """PEFT copies the modules that `modules_to_save` names; the copies, and not the modules, are computed with."""
+    torch.manual_seed(1)
+    model = dynattn.DCFormerForCausalLM(dynattn.DCFormerConfig(**SIZES, compose_groups=2))
+    model.save_pretrained(tmp_path / "model")
+    saved = ["composition", "q_norm"]
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["v_proj"], modules_to_save=saved))
+    for name, weight in adapted.named_parameters():
+        if weight.requires_grad:
+            torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.2)
+    adapted.save_pretrained(tmp_path / "adapter")
+    ids = torch.randint(3, 96, (2, 20))
+
+    def work() -> None:
+        wholes = [load(dynattn.DCFormerForCausalLM, tmp_path / "model", processes) for processes in (1, PROCESSES)]
+        alone, parts = (PeftModel.from_pretrained(one, tmp_path / "adapter", is_trainable=True) for one in wholes)
+        (expected, gradients), (found, shares) = (logits_and_gradients(one, ids) for one in (alone, parts))
+        torch.testing.assert_close(found, expected)
+        assert shares.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(shares[name], gradient, msg=name)
 
     split(tmp_path, work)
 
