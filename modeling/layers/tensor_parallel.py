@@ -124,7 +124,8 @@ def plan_composed_attention(plan: dict[str, str], name: str, attention: Any) -> 
     """The plan of a model for tensor parallelism, changed for an attention module that now composes heads.
 
     If the plan splits the module's heads, the weights of its generators are split, too, and norms of heads get the
-    style of this module. With one group of heads, all of which mix, attention stays whole on every device instead.
+    style of this module. With one group of heads, all of which mix, attention stays whole on every device instead, and
+    so does one with key heads that several groups read.
 
     Args:
         plan: a style for each name of modules and weights, with `*` for numbers of layers.
@@ -136,10 +137,18 @@ def plan_composed_attention(plan: dict[str, str], name: str, attention: Any) -> 
     rules = {rule: style for rule, style in plan.items() if rule in parts}
     if not generators or not {"colwise", "packed_colwise"} & {*rules.values()}:
         return plan
-    if attention.composition.groups > 1:
+    groups = attention.composition.groups
+    if groups > 1 and key_heads_of(attention) % groups == 0:
         norms = dict.fromkeys((rule for rule, style in rules.items() if style == PLAIN_HEAD_NORM), HEAD_NORM)
         return plan | norms | {prefix + generator: HEAD_GROUPS for generator in generators}
     return {rule: style for rule, style in plan.items() if rule not in rules}
+
+
+def key_heads_of(attention: Any) -> int:
+    """The number of key heads of an attention module; without a projection for keys alone, that of query heads."""
+    size = getattr(getattr(attention, "k_proj", None), "out_features", None)
+    width = getattr(attention, "head_dim", None)
+    return int(attention.composition.num_heads) if size is None or width is None else int(size // width)
 
 
 STYLES: dict[str, Any] = {

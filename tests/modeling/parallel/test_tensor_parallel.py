@@ -72,6 +72,7 @@ TINY: dict[str, Any] = {
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 IN_PLACE: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "fewer keys": (LlamaForCausalLM, LlamaConfig(**TINY, num_key_value_heads=2)),
+    "one key head": (LlamaForCausalLM, LlamaConfig(**TINY, num_key_value_heads=1)),
     "norms of heads": (Qwen3ForCausalLM, Qwen3Config(**TINY, num_key_value_heads=2, head_dim=8)),
     "one projection": (GPTNeoXForCausalLM, GPTNeoXConfig(**TINY)),
     "a projection that is gathered": (Phi3ForCausalLM, Phi3Config(**TINY)),
@@ -198,7 +199,7 @@ def test_bidirectional_models_compute_the_same_in_two_processes(tmp_path: Path) 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_heads_composed_in_place_compute_the_same_in_two_processes(name: str, groups: int, tmp_path: Path) -> None:
-    """With one group attention stays whole, and the MLP is split."""
+    """With one group, and with fewer key heads than groups, attention stays whole, and the MLP is split."""
     model_class, config = IN_PLACE[name]
     composed = dynattn.with_composed_heads(model_class, compose_rank=2, compose_groups=groups)
     torch.manual_seed(1)
