@@ -7,6 +7,11 @@ from typing import Any
 
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...configuration.multihead_config import MultiheadConfig
 from ...configuration.portable_config import PortableConfig
@@ -172,7 +177,20 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
 
     Composed.__name__ = Composed.__qualname__ = composed_name(model_class.__name__)
     Composed.__doc__ = f"A `{model_class.__name__}` with composed heads."
+    _share_what_names_tell(model_class.__name__, Composed.__name__)
     return Composed
+
+
+def _share_what_names_tell(plain: str, composed: str) -> None:
+    """Gives a composed class what Transformers looks up by the name of the plain class.
+
+    That is how files of checkpoints name its weights, and whether the Trainer shifts labels that it smooths.
+    """
+    conversions = get_checkpoint_conversion_mapping(plain)
+    if conversions is not None:
+        register_checkpoint_conversion_mapping(composed, conversions, overwrite=True)
+    if plain in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[composed] = composed
 
 
 def _plan_with_generators(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:

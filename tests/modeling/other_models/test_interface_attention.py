@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from accelerate import cpu_offload
 from cases import seq2seq
@@ -18,6 +19,8 @@ from cases.models import assert_same_gradients
 from cases.vision_models import strengthen
 from cases.vision_parents import make_parent as make_vision_parent
 from packaging import version
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -62,15 +65,18 @@ from transformers import (
     SplinterModel,
     T5Config,
     T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
     ViTImageProcessor,
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
 from transformers.cache_utils import DynamicLayer
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM, compose_heads_of, with_composed_heads
 from dynattn.modeling.other_models import interface_attention
-from dynattn.modeling.other_models.compose_heads import composing_class
+from dynattn.modeling.other_models.compose_heads import composed_name, composing_class
 from dynattn.modeling.other_models.side_generators import SideGenerators
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -342,6 +348,44 @@ def test_a_configuration_without_options_is_refused(kept: Any) -> None:
     message = re.escape(f"composed_heads ({kept}) must be options of compose_heads_of, or {{}} for its")
     with pytest.raises(ValueError, match=message):
         with_composed_heads(LlamaForCausalLM)(LlamaConfig(**DECODER, composed_heads=kept))
+
+
+def test_weights_that_checkpoints_name_otherwise_are_loaded_into_composed_models(tmp_path: Path) -> None:
+    """Transformers finds some names by that of the class: files of a GPT-NeoX call its head `embed_out`."""
+    torch.manual_seed(0)
+    plain = GPTNeoXForCausalLM(GPTNeoXConfig(**DECODER, rotary_pct=1.0)).eval()
+    plain.save_pretrained(tmp_path / "plain")
+    composed_class = with_composed_heads(GPTNeoXForCausalLM)
+    composed = composed_class.from_pretrained(tmp_path / "plain").eval()
+    torch.testing.assert_close(composed(IDS).logits, plain(IDS).logits)
+    composed.save_pretrained(tmp_path / "composed")
+    names = [load_file(tmp_path / kind / "model.safetensors").keys() for kind in ("plain", "composed")]
+    assert names[0] < names[1]
+    earlier = {name.replace("embed_out", "lm_head"): weight for name, weight in composed.state_dict().items()}
+    save_file(earlier, tmp_path / "composed" / "model.safetensors", metadata={"format": "pt"})
+    loaded = composed_class.from_pretrained(tmp_path / "composed").eval()
+    torch.testing.assert_close(loaded(IDS).logits, plain(IDS).logits, msg="saved by an earlier version")
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["model", "adapter"])
+def test_label_smoothing_of_the_trainer_predicts_the_next_token(adapted: bool, tmp_path: Path) -> None:
+    model: Any = with_composed_heads(LlamaForCausalLM)(LlamaConfig(**DECODER)).eval()
+    trained = get_peft_model(model, LoraConfig(target_modules=["q_proj"])).eval() if adapted else model
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, report_to=[], use_cpu=True)
+    loss = Trainer(model=trained, args=arguments).compute_loss(trained, {"input_ids": IDS, "labels": IDS})
+    logits = model(IDS).logits[:, :-1].flatten(0, 1)
+    torch.testing.assert_close(loss, F.cross_entropy(logits, IDS[:, 1:].flatten(), label_smoothing=0.1))
+
+
+def test_composed_models_have_the_losses_of_plain_ones() -> None:
+    """Transformers finds the loss by the name of the class, too, or else by the first known name inside it."""
+
+    def loss_of(name: str) -> list[str]:
+        return [name] if name in LOSS_MAPPING else re.findall("|".join(LOSS_MAPPING), name)[:1]
+
+    names = [name for name in dir(transformers) if "For" in name]
+    assert len(names) > 500
+    assert [loss_of(composed_name(name)) for name in names] == [loss_of(name) for name in names]
 
 
 def test_options_that_a_checkpoint_was_saved_with_stay(tmp_path: Path) -> None:
