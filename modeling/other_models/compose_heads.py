@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.conversion_mapping import (
+    USER_REGISTERED_MAPPINGS,
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
@@ -177,17 +178,20 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
 
     Composed.__name__ = Composed.__qualname__ = composed_name(model_class.__name__)
     Composed.__doc__ = f"A `{model_class.__name__}` with composed heads."
-    _share_what_names_tell(model_class.__name__, Composed.__name__)
+    _share_what_names_tell(model_class, Composed.__name__)
     return Composed
 
 
-def _share_what_names_tell(plain: str, composed: str) -> None:
-    """Gives a composed class what Transformers looks up by the name of the plain class.
+def _share_what_names_tell(model_class: type[PreTrainedModel], composed: str) -> None:
+    """Gives the class named `composed` what Transformers looks up by the name of its plain class.
 
     That is how files of checkpoints name its weights, and whether the Trainer shifts labels that it smooths.
     """
+    plain = model_class.__name__
     conversions = get_checkpoint_conversion_mapping(plain)
-    if conversions is not None:
+    # Code of others may use the name of a class of Transformers, whose names of weights are not those of its own files.
+    is_meant = not model_class.is_custom_code() or plain in USER_REGISTERED_MAPPINGS
+    if conversions is not None and is_meant:
         register_checkpoint_conversion_mapping(composed, conversions, overwrite=True)
     if plain in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[composed] = composed

@@ -350,12 +350,22 @@ def test_a_configuration_without_options_is_refused(kept: Any) -> None:
         with_composed_heads(LlamaForCausalLM)(LlamaConfig(**DECODER, composed_heads=kept))
 
 
-def test_weights_that_checkpoints_name_otherwise_are_loaded_into_composed_models(tmp_path: Path) -> None:
-    """Transformers finds some names by that of the class: files of a GPT-NeoX call its head `embed_out`."""
+class CustomNeoX(GPTNeoXForCausalLM):
+    """Code of others with a name that Transformers knows."""
+
+
+CustomNeoX.__name__ = GPTNeoXForCausalLM.__name__
+
+
+@pytest.mark.parametrize("plain_class", [GPTNeoXForCausalLM, CustomNeoX], ids=["transformers", "custom"])
+def test_weights_that_checkpoints_name_otherwise_are_loaded_into_composed_models(
+    plain_class: type[PreTrainedModel], tmp_path: Path
+) -> None:
+    """Transformers finds some names by that of its class: files of its GPT-NeoX call the head `embed_out`."""
     torch.manual_seed(0)
-    plain = GPTNeoXForCausalLM(GPTNeoXConfig(**DECODER, rotary_pct=1.0)).eval()
+    plain = plain_class(GPTNeoXConfig(**DECODER, rotary_pct=1.0)).eval()
     plain.save_pretrained(tmp_path / "plain")
-    composed_class = with_composed_heads(GPTNeoXForCausalLM)
+    composed_class = with_composed_heads(plain_class)
     composed = composed_class.from_pretrained(tmp_path / "plain").eval()
     torch.testing.assert_close(composed(IDS).logits, plain(IDS).logits)
     composed.save_pretrained(tmp_path / "composed")
