@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.arguments import parse_arguments
+from ...common.checkpoint_files import weights_sha256
 from ...compare.job import train_once
 from ...convert import NEOX, UpcycleArguments, upcycle_checkpoint
 from ...convert.common.hub import locate
@@ -108,7 +109,9 @@ class Runs:
         texts = {name: text_name(text) for name, text in self.arguments.texts.items()}
         common = {"common": {**texts, **self._common()}}
         if not self.arguments.trains_parents:
-            return {"steps": self.arguments.steps, **shares, "parent": text_name(self.arguments.parent), **common}
+            # Folders of models are often called `model`, so that the name alone would let a study mix two of them.
+            parent = {"parent": text_name(self.arguments.parent), "sha256": weights_sha256(self._trained_parent)}
+            return {"steps": self.arguments.steps, **shares, **parent, **common}
         lengths = {"parent_steps": self.arguments.parent_steps, "steps": self.arguments.steps}
         return {**lengths, **shares, **self._parents(), **common}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases.checkpoints import save_tokenizer
 from cases.studies import pretend_to_train, record_training
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dynattn.scripts import cli
@@ -288,6 +288,8 @@ def test_a_trained_parent_is_the_start_of_all_seeds(tiny: list[str], trained_lla
     upcycled = tmp_path / "study" / "seed-0" / "upcycled"
     parent, start = (load_file(folder / "model.safetensors") for folder in (trained_llama, upcycled))
     assert all(weight.equal(start[name]) for name, weight in parent.items())
+    save_file({name: 2 * weight for name, weight in parent.items()}, trained_llama / "model.safetensors")
+    assert cli.main(command) == 2, "the study would mix runs of two parents"
 
 
 def test_a_parent_that_would_begin_with_other_logits_is_refused(trained_llama: Path):
