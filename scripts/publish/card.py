@@ -6,6 +6,7 @@ import json
 import reprlib
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..common.yaml_files import check_size
 from .arguments import PublishArguments
 from .checkpoint import Checkpoint
 from .evaluation_metadata import merge_evaluation, read_evaluation
+from .sentence_modules import CLASSES
 
 TASKS = {
     "AutoModelForMaskedLM": "fill-mask",
@@ -90,18 +92,20 @@ never runs code by default: say so, after you have read the files, and pin the `
 from the Hub. Otherwise Transformers drops the weights of the composition with a warning.
 
 ```python
-from transformers import {imports}
+from {library} import {imports}
 
 {load_remote}
 ```
+"""
 
+USAGE_COMPOSED_WITH_PACKAGE = """
 With the `{package}` package installed, its own code is used:
 
 ```python
 import {package}
-from transformers import {imports_plain}
+from {library} import {imports}
 
-{load_composed}
+{load}
 ```
 """
 
@@ -112,7 +116,7 @@ With the `{package}` package installed, its own code is used:
 
 ```python
 import {package}  # registers the model type
-from transformers import {imports}
+from {library} import {imports}
 
 {load}
 ```
@@ -121,7 +125,7 @@ Without the package, Transformers can run the code files of this repository. It 
 you have read them, and pin the `revision` that you read when you load from the Hub.
 
 ```python
-from transformers import {imports}
+from {library} import {imports}
 
 {load_remote}
 ```
@@ -181,7 +185,7 @@ def _check_metadata(data: Any, path: Path) -> None:
 
 
 def _complete_metadata(data: Any, checkpoint: Checkpoint, license_name: str | None) -> None:
-    data.library_name = "transformers"
+    data.library_name = "transformers" if checkpoint.sentence_class is None else "sentence-transformers"
     features = {"input_ids": "feature-extraction", "pixel_values": "image-feature-extraction"}
     default = features[checkpoint.reads]
     data.pipeline_tag = data.pipeline_tag or TASKS.get(checkpoint.auto_class, default)
@@ -238,25 +242,37 @@ def _bibtex(paper: str) -> str:
 
 
 def _usage(checkpoint: Checkpoint, name: str) -> str:
-    others = ["AutoTokenizer"] if checkpoint.tokenizer else []
-    if "preprocessor_config.json" in checkpoint.files_to_copy:
-        others.append("AutoImageProcessor")
-
-    def load(model: str, options: str = "") -> str:
-        variables = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "processor"}
-        return "\n".join(
-            f"{variables.get(cls, 'model')} = {cls}.from_pretrained({_quote(name)}{options})"
-            for cls in (model, *others)
-        )
-
-    auto, plain = checkpoint.auto_class, checkpoint.plain_class
-    texts = {"package": _package(checkpoint), "imports": ", ".join([auto, *others])}
-    texts |= {"load": load(auto), "load_remote": load(auto, ", trust_remote_code=True")}
+    plain, sentence_class = checkpoint.plain_class, checkpoint.sentence_class
+    library = "transformers" if sentence_class is None else "sentence_transformers"
+    main, others = sentence_class or checkpoint.auto_class, _other_classes(checkpoint)
+    load = partial(_load, name=name, others=others)
+    texts = {"library": library, "package": _package(checkpoint), "imports": ", ".join([main, *others])}
+    texts |= {"load": load(main), "load_remote": load(main, options=", trust_remote_code=True")}
     if plain is None:
         return USAGE.format(**texts)
-    composed = load(f"{PACKAGE}.with_composed_heads({plain.__name__})")
-    imports = ", ".join([*others, plain.__name__])
-    return USAGE_COMPOSED.format(**texts, plain=plain.__name__, imports_plain=imports, load_composed=composed)
+    usage = USAGE_COMPOSED.format(**texts, plain=plain.__name__)
+    if sentence_class is not None:  # that library cannot be told of a class
+        return usage
+    texts["imports"] = ", ".join([*others, plain.__name__])
+    texts["load"] = load(f"{PACKAGE}.with_composed_heads({plain.__name__})")
+    return usage + USAGE_COMPOSED_WITH_PACKAGE.format(**texts)
+
+
+def _other_classes(checkpoint: Checkpoint) -> list[str]:
+    """The Auto classes of what is loaded beside the model; Sentence Transformers loads all at once."""
+    if checkpoint.sentence_class is not None:
+        return []
+    processors = ["AutoImageProcessor"] if "preprocessor_config.json" in checkpoint.files_to_copy else []
+    return [*(["AutoTokenizer"] if checkpoint.tokenizer else []), *processors]
+
+
+def _load(main: str, name: str, others: list[str], options: str = "") -> str:
+    """The lines of code that load the model `name`, and what belongs to it, by the classes `main` and `others`."""
+    variables = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "processor"}
+    return "\n".join(
+        f"{variables.get(cls, 'model')} = {cls}{'' if cls in CLASSES else '.from_pretrained'}({_quote(name)}{options})"
+        for cls in (main, *others)
+    )
 
 
 def _package(checkpoint: Checkpoint) -> str:

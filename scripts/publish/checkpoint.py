@@ -19,6 +19,7 @@ from ..common.checkpoint_loading import highest_id
 from ..common.errors import UserError, last_line, refusal_of
 from ..common.folder_names import resolve_folder
 from ..common.weight_files import WEIGHTS, WEIGHTS_INDEX, StoredTensor, check_places, find_weight_files, read_header
+from .sentence_modules import class_name, module_files
 
 PICTURES = ("*.png", "*.svg")  # of the card
 # The main inputs of models that `probe` can measure.
@@ -39,6 +40,7 @@ class Checkpoint:
     plain_class: type | None  # what `model_class` adds composed heads to, in a model of Transformers
     elements: Counter[str]  # of the weights, by dtype; copies of a tied embedding do not count
     tokenizer: PreTrainedTokenizerBase | None
+    sentence_class: str | None  # of Sentence Transformers, if it is a model of that library
     files_to_copy: list[str]  # what is published unchanged: weights, tokenizer, license, pictures of the card ...
 
     @property
@@ -88,7 +90,8 @@ def read_checkpoint(path: str) -> Checkpoint:
         )
     tokenizer = _load_tokenizer(folder, rows=getattr(config, "vocab_size", 0))
     patterns = (*COMPANION_PATTERNS, *PICTURES, *(TOKENIZER_PATTERNS if tokenizer is not None else ()))
-    files = list(dict.fromkeys([*weight_files, *matching_files(folder, patterns)]))
+    modules = module_files(folder)
+    files = list(dict.fromkeys([*weight_files, *matching_files(folder, patterns), *modules]))
     # Some trainers also write the copies of the embedding that a model with a tied head makes by itself.
     is_tied = getattr(config, "tie_word_embeddings", False)
     copies = (is_tied and getattr(model_class, "_tied_weights_keys", None)) or {}
@@ -96,7 +99,8 @@ def read_checkpoint(path: str) -> Checkpoint:
     for name, tensor in tensors.items():
         if name not in copies:
             elements[tensor.dtype] += math.prod(tensor.shape)
-    return Checkpoint(folder, config, auto_class, model_class, plain_class, elements, tokenizer, files)
+    sentence_class = class_name(folder) if modules else None
+    return Checkpoint(folder, config, auto_class, model_class, plain_class, elements, tokenizer, sentence_class, files)
 
 
 def _read_headers(folder: Path) -> tuple[list[str], dict[str, StoredTensor]]:

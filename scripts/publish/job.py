@@ -49,6 +49,8 @@ class Publication:
             yield "the checkpoint has no tokenizer; users must bring their own"
         if self.check is None:
             yield "the folder was not verified"
+        elif self.checkpoint.sentence_class is not None and "embeddings" not in self.check.compared:
+            yield "what Sentence Transformers makes of the folder was not verified; pip install sentence-transformers"
         if self.left_out:
             yield f"left out {', '.join(self.left_out)}"
 

@@ -80,14 +80,35 @@ def load_remote(folder: str, job: dict[str, Any]) -> tuple[Any, Any]:
     """
     auto = getattr(transformers, job["auto_class"])
     model = auto.from_pretrained(folder, dtype="auto", trust_remote_code=True)
-    if not type(model).__module__.startswith("transformers_modules."):
-        raise RuntimeError(
-            f"{type(model).__name__} comes from {type(model).__module__}, not from the folder's own code"
-        )
+    require_code_of_folder(model)
     tokenizer = None
     if job["has_tokenizer"]:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     return model.eval(), tokenizer
+
+
+def require_code_of_folder(model: Any) -> None:
+    """Raises RuntimeError if Transformers took the class of a model from elsewhere."""
+    if not type(model).__module__.startswith("transformers_modules."):
+        raise RuntimeError(
+            f"{type(model).__name__} comes from {type(model).__module__}, not from the folder's own code"
+        )
+
+
+def load_encoder(folder: str | Path, class_name: str, **options: Any) -> Any:
+    """Loads a folder with a class of Sentence Transformers, which only models of that library need."""
+    sentence_transformers = importlib.import_module("sentence_transformers")
+    return getattr(sentence_transformers, class_name)(str(folder), device="cpu", **options)
+
+
+def embed(encoder: Any) -> Tensor:
+    """Embeddings `[2, E]` of two texts by a model of Sentence Transformers, or scores `[2]` or `[2, C]` of pairs."""
+    texts = [TEXT, TEXT[:20]]
+    if hasattr(encoder, "predict"):
+        scores: Tensor = encoder.predict(list(zip(texts, reversed(texts), strict=True)), convert_to_tensor=True)
+        return scores
+    embeddings: Tensor = encoder.encode(texts, convert_to_tensor=True)
+    return embeddings.to_dense() if embeddings.is_sparse else embeddings.contiguous()
 
 
 def refuse_package(roots: Sequence[str]) -> None:
@@ -108,6 +129,8 @@ def refuse_package(roots: Sequence[str]) -> None:
 def answer_twice(job: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The answers of the model in the folder, and those of a copy into which the loaded model was saved.
 
+    A model of Sentence Transformers is loaded and saved by that library as well.
+
     Raises:
         RuntimeError: the classes are not those of the folder, or the saved copy lacks code.
     """
@@ -120,7 +143,15 @@ def answer_twice(job: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tens
     if absent := code - copied:
         raise RuntimeError(f"saved again, the model lacks the code files {sorted(absent)}")
     del model
-    return answers, measure(*load_remote(job["copy"], job))
+    copy_answers = measure(*load_remote(job["copy"], job))
+    if job["sentence_class"] is not None:
+        for folder, found in ((job["folder"], answers), (job["copy"], copy_answers)):
+            encoder = load_encoder(folder, job["sentence_class"], trust_remote_code=True)
+            require_code_of_folder(encoder[0].model)
+            found["embeddings"] = embed(encoder)
+            if folder == job["folder"]:
+                encoder.save_pretrained(job["copy"])
+    return answers, copy_answers
 
 
 def main(job_file: str) -> None:

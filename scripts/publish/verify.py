@@ -6,10 +6,12 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -58,6 +60,8 @@ def answers_with_package(checkpoint: Checkpoint) -> dict[str, Tensor]:
         raise UserError(
             f"the {checkpoint.model_class.__name__} in {checkpoint.folder} does not work: {refusal_of(error)}"
         ) from error
+    if verifies_sentences(checkpoint):
+        answers["embeddings"] = sentence_answer(checkpoint, model)
     for name, answer in answers.items():
         if not torch.isfinite(answer).all():
             raise UserError(f"the model in {checkpoint.folder} outputs NaN or infinity ({name}); repair its weights")
@@ -79,6 +83,7 @@ def verify_folder(folder: Path, checkpoint: Checkpoint, expected: dict[str, Tens
             "folder": str(folder),
             "auto_class": checkpoint.auto_class,
             "has_tokenizer": checkpoint.tokenizer is not None,
+            "sentence_class": checkpoint.sentence_class if verifies_sentences(checkpoint) else None,
             "copy": str(work / "copy"),
             "answers": str(work / "answers.safetensors"),
             "copy_answers": str(work / "copy_answers.safetensors"),
@@ -89,6 +94,33 @@ def verify_folder(folder: Path, checkpoint: Checkpoint, expected: dict[str, Tens
         run_probe(work)
         compare_answers(expected, load_file(job["copy_answers"]))
         return compare_answers(expected, load_file(job["answers"]))
+
+
+def sentence_answer(checkpoint: Checkpoint, model: Any) -> Tensor:
+    """What Sentence Transformers makes of the outputs of a model that was loaded with the package.
+
+    Where heads are composed in place, that library loads a plain model, which is replaced, and reports what it drops.
+
+    Raises:
+        UserError: a module does not load, or does not take the outputs of the model.
+    """
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        encoder = probe.load_encoder(checkpoint.folder, str(checkpoint.sentence_class))
+        encoder[0].model = model
+        return probe.embed(encoder)
+    except (AttributeError, *REFUSALS) as error:
+        raise UserError(
+            f"Sentence Transformers does not load or use {checkpoint.folder}: {refusal_of(error)}"
+        ) from error
+    finally:
+        transformers.logging.set_verbosity(level)
+
+
+def verifies_sentences(checkpoint: Checkpoint) -> bool:
+    """Whether the embeddings or scores of a model of Sentence Transformers can be compared."""
+    return checkpoint.sentence_class is not None and find_spec("sentence_transformers") is not None
 
 
 def run_probe(work: Path) -> None:
