@@ -209,6 +209,31 @@ if hasattr(cache_utils, "Fp8QuantizedLayer"):  # older versions of Transformers 
 
     COMPOSED_LAYERS[cache_utils.Fp8QuantizedLayer] = ComposedFp8QuantizedLayer
 
+
+class _ComposedHybridMixin(ComposedLayerMixin):
+    """Layers of hybrid models also hold states of linear attention, which know nothing of composition."""
+
+    attention: type[CacheLayerMixin]
+
+    @classmethod
+    def factors_layer(cls, layer: CacheLayerMixin) -> CacheLayerMixin:
+        """The layer that keeps the factors of the tokens in `layer`: one of attention alone, not allocated."""
+        empty = super().factors_layer(layer)
+        empty.__class__ = cls.attention
+        return empty
+
+
+for _name in (  # of which older versions of Transformers do not have all
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "LinearAttentionAndStaticFullAttentionLayer",
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer",
+):
+    if (_hybrid := getattr(cache_utils, _name, None)) is not None:
+        _attention = next(base for base in _hybrid.__mro__ if base in COMPOSED_LAYERS)
+        _bases = (_ComposedHybridMixin, COMPOSED_LAYERS[_attention], _hybrid)
+        COMPOSED_LAYERS[_hybrid] = type(f"Composed{_name}", _bases, {"attention": _attention, "__module__": __name__})
+
 QUANTIZED_LAYERS = tuple(
     plain for plain, composed in COMPOSED_LAYERS.items() if issubclass(composed, _ComposedQuantizedMixin)
 )

@@ -184,6 +184,7 @@ def test_encoders_and_joint_projections_are_our_families(name: str, tmp_path: Pa
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
 SMALL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 8}
 SOURCES = {"input_ids": IDS, "attention_mask": MASK}
 FEATURES = {"input_features": torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0))}
 T5_SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
@@ -220,6 +221,7 @@ OTHERS: dict[str, tuple[Any, Any, dict[str, Tensor]]] = {
     "gpt_oss": (GptOssForCausalLM, lambda: GptOssConfig(**GEMMA, **WINDOWS, **SMALL_EXPERTS), SOURCES),
     "gemma3": (Gemma3ForCausalLM, lambda: Gemma3TextConfig(**GEMMA, **WINDOWS), SOURCES),
     "deepseek_v3": (DeepseekV3ForCausalLM, lambda: DeepseekV3Config(**DECODER, **MLA, **EXPERTS), SOURCES),
+    "falcon_h1": (FalconH1ForCausalLM, lambda: FalconH1Config(**GEMMA, **MAMBA), SOURCES),
     "t5": (T5ForConditionalGeneration, lambda: T5Config(**T5_SIZES, **T5_TOKENS), SOURCES),
     "whisper": (WhisperForConditionalGeneration, lambda: WhisperConfig(**WHISPER), FEATURES),
     "pix2struct": (Pix2StructForConditionalGeneration, make_pix2struct_config, PATCHES),
@@ -247,6 +249,10 @@ def test_other_models_start_as_they_were_and_a_cache_changes_nothing(name: str) 
     assert float((composed - before).abs().max()) > 1e-2 * float(before.abs().max())
     for options in ({"use_cache": False}, {"cache_implementation": "static"}):
         torch.testing.assert_close(ask(**options), composed, atol=1e-4, rtol=1e-4)
+    beams = {"num_beams": 3, "output_logits": False, "return_dict_in_generate": False}
+    assert torch.equal(
+        *(model.generate(**{**given, **GREEDY, **beams, "use_cache": cached}) for cached in (True, False))
+    )
 
 
 def test_a_learned_position_bias_gets_its_gradient() -> None:
@@ -334,8 +340,7 @@ def test_a_class_with_composed_heads_loads_plain_and_composed_checkpoints(tmp_pa
 
 def test_what_a_model_computes_when_it_is_loaded_is_computed_for_composed_heads_too(tmp_path: Path) -> None:
     """The scales of a FalconH1 are in no checkpoint, and a module without weights of its own fills them in."""
-    sizes = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 8}
-    model = with_composed_heads(FalconH1ForCausalLM)(FalconH1Config(**DECODER, **sizes, num_key_value_heads=2))
+    model = with_composed_heads(FalconH1ForCausalLM)(FalconH1Config(**DECODER, **MAMBA, num_key_value_heads=2))
     model.save_pretrained(tmp_path)
     loaded = dict(type(model).from_pretrained(tmp_path).named_buffers())
     assert "model.layers.0.mamba.mup_vector" in loaded
