@@ -1,10 +1,11 @@
-"""Every decoder of Transformers with heads composed in place: can engines serve it, processes share its work?
+"""Every decoder of Transformers with heads composed in place: is it saved, trained, served and divided as it should be?
 
 torchrun --nproc_per_node 2 -m tests.fuzz.decoder_types --record FILE.json [TYPE ...]
 """
 
 import argparse
 import copy
+import dataclasses
 import json
 import shutil
 import signal
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import CONFIG_MAPPING, GenerationConfig
+from transformers import GenerationConfig
 from transformers.distributed import DistributedConfig, mixin
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -32,7 +33,7 @@ from dynattn.scripts.common.environment import hardware, provenance, versions
 
 SECONDS = 60  # for one check of one model
 VOCABULARY, TOKENS = 97, 32
-# Fields of small models; a configuration takes those that it knows, and keeps others as attributes.
+# Fields of small models; a configuration takes those that it knows.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "vocab_size_per_layer_input": VOCABULARY,
@@ -42,7 +43,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "ffn_dim", "decoder_ffn_dim"), 48),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "kv_lora_rank", "q_lora_rank"), 16),
     **dict.fromkeys(("head_dim", "global_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
-    **dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 4),
+    **dict.fromkeys(("num_hidden_layers", "decoder_layers", "num_attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(
         ("num_key_value_heads", "num_global_key_value_heads", "num_experts_per_tok", "max_window_layers"), 2
@@ -51,9 +52,21 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 128),
     **dict.fromkeys(("attention_dropout", "attn_pdrop"), 0.0),
     "initializer_range": 0.2,
+    "rotary_dim": 4,
+    "is_decoder": True,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+# What some types need besides.
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+SIZES_OF_TYPES: dict[str, dict[str, Any]] = {
+    "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
+    "dots1": {"n_shared_experts": 1},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]},
 }
 WINDOWS: tuple[dict[str, Any], ...] = (
     {"sliding_window": 7, "use_sliding_window": True},
@@ -90,9 +103,12 @@ def report(rows: dict[str, dict[str, str]], path: Path | None) -> None:
     equal = {check: sum(row[check] == "equal" for row in rows.values()) for check in CHECKS}
     record = {
         "command": "torchrun --nproc_per_node 2 -m tests.fuzz.decoder_types",
-        "what": "small random decoders of each model type of Transformers with composed heads: greedy tokens in "
-        "continuous batching against those of generate, and logits of two processes against those of one: where they "
-        "share sequences, and under tensor parallelism, with heads that mix in two groups",
+        "what": "small random decoders of each model type of Transformers with composed heads: logits before they "
+        "were saved and loaded against those after, of plain models that are loaded with composed heads, too; "
+        "logits of new tokens of a padded batch with a cache against those of single rows without; gradients with "
+        "gradient checkpointing against those without; greedy tokens in continuous batching against those of generate; "
+        "and logits of two processes against those of one: where they share sequences, and under tensor parallelism, "
+        "with heads that mix in two groups",
         "equal": equal,
         "types": rows,
         "hardware": hardware(torch.device("cpu")),
@@ -121,14 +137,27 @@ def check_type(kind: str, names: str | tuple[str, ...], context: ContextParallel
             continue
         for check, run in CHECKS.items():
             found[check].append(outcome(run, model, context))
-    verdicts = ("different", "equal")
-    return {check: next((one for one in verdicts if one in tried), tried[-1]) for check, tried in found.items()}
+    return {check: min(outcomes, key=told_first) for check, outcomes in found.items()}
+
+
+def told_first(verdict: str) -> int:
+    """The order in which outcomes of a check are told, a difference before all others."""
+    starts = ("different", "equal", "refused", "not made")
+    return next(place for place, start in enumerate(starts) if verdict.startswith(start))
 
 
 def outcome(check: Callable[[Any, ContextParallel], bool], model: Any, context: ContextParallel) -> str:
-    """What a check finds of a model; all processes come to the same result."""
+    """What a check finds of a model; all processes come to the same result.
+
+    Where a plain model fails a check as well, Transformers is at fault, and the check says nothing of composed heads.
+    """
     try:
-        return "equal" if limited(lambda: check(model, context)) else "different"
+        if limited(lambda: check(model, context)):
+            return "equal"
+        of_plain_models = OF_PLAIN_MODELS.get(check)
+        if of_plain_models is None or limited(lambda: of_plain_models(plain_model(model), context)):
+            return "different"
+        return "refused: the plain model fails, too"
     except Exception as error:  # models are refused in many ways
         return f"refused: {first_line(error)}"
 
@@ -136,25 +165,114 @@ def outcome(check: Callable[[Any, ContextParallel], bool], model: Any, context: 
 def small_model(kind: str, name: str, window: dict[str, Any]) -> Any:
     """A small model of the class `name` whose composition matters, in inference."""
     torch.manual_seed(0)
-    sizes = {**SIZES, **window}
-    if window["sliding_window"] and not hasattr(CONFIG_MAPPING[kind]().get_text_config(), "sliding_window"):
+    model_class = getattr(transformers, name)
+    config_class: Any = model_class.config_class
+    if window["sliding_window"] and not hasattr(config_class().get_text_config(), "sliding_window"):
         raise ValueError("it has no windows")
-    config: Any = CONFIG_MAPPING[kind](**sizes)
+    sizes = {**SIZES, **SIZES_OF_TYPES.get(kind, {}), **window}
+    config = config_class(**fields_of(config_class, sizes))
     if (text := config.get_text_config()) is not config:
-        for field, value in sizes.items():
-            if hasattr(text, field):
-                setattr(text, field, value)
+        for field, value in fields_of(type(text), sizes).items():
+            setattr(text, field, value)
+        if isinstance(layers := getattr(text, "layer_types", None), list):
+            text.layer_types = layers[: text.num_hidden_layers]
+    if hasattr(text, "kv_lora_rank"):  # latent attention has as many keys as queries
+        text.num_key_value_heads = text.num_attention_heads
     if text.hidden_size > SIZES["hidden_size"]:
         raise ValueError(f"hidden_size={text.hidden_size} is not small")
-    return strengthened(with_composed_heads(getattr(transformers, name), compose_rank=2, dropout=0.0)(config))
+    return strengthened(with_composed_heads(model_class, compose_rank=2, dropout=0.0)(config))
+
+
+def fields_of(config_class: Any, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Those of `sizes` that are fields of a configuration, or other names of them."""
+    known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    return {name: value for name, value in sizes.items() if name in known}
 
 
 def strengthened(model: Any) -> Any:
     """A model whose composition matters from now on, in inference."""
     for part, weight in model.named_parameters():
         if "composition." in part:
-            torch.nn.init.normal_(weight, std=0.3)
+            torch.nn.init.normal_(weight, std=0.1)
     return model.eval()
+
+
+def plain_model(model: Any) -> Any:
+    """A new model without composed heads, in inference."""
+    if not hasattr(model, "plain_class"):
+        return model
+    torch.manual_seed(0)
+    return model.plain_class(plain_config(model.config)).eval()
+
+
+def plain_config(config: Any) -> Any:
+    """A copy of a configuration without composed heads."""
+    config = copy.deepcopy(config)
+    del config.composed_heads
+    return config
+
+
+@torch.no_grad()
+def is_loaded(model: Any, _: ContextParallel) -> bool:
+    """Whether a model, composed or plain, has its logits after it was saved and loaded, twice."""
+    once = saved_and_loaded(model, type(model))
+    return all(have_near_logits(again, model) for again in (once, saved_and_loaded(once, type(model))))
+
+
+@torch.no_grad()
+def takes_plain_files(model: Any, _: ContextParallel) -> bool:
+    """Whether a plain model keeps its logits when it is saved and loaded with composed heads, which do nothing yet."""
+    plain = plain_model(model)
+    return have_near_logits(saved_and_loaded(plain, type(model)), plain)
+
+
+def saved_and_loaded(model: Any, model_class: Any) -> Any:
+    """The model of `model_class` in the files of a model, in inference."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy.deepcopy(model).save_pretrained(folder)  # saving turns the dtype of a configuration into text
+        return model_class.from_pretrained(folder).eval()
+
+
+def generates(model: Any, _: ContextParallel) -> bool:
+    """Whether a batch that is padded on the left has, with a cache, the logits of its rows without."""
+    return has_logits_of_rows(model) or has_logits_of_rows(in_float64(copy.deepcopy(model)))
+
+
+def has_logits_of_rows(model: Any) -> bool:
+    """What `generates` tells, in the dtype of the model."""
+    rows = [row[start:] for row, start in zip(two_rows(), (5, 0), strict=True)]
+    padded = torch.stack([torch.nn.functional.pad(row, (TOKENS - len(row), 0)) for row in rows])
+    batch = logits_of_new_tokens(model, padded, attention_mask=(padded > 0).long())
+    alone = torch.cat([logits_of_new_tokens(model, row[None], use_cache=False) for row in rows], dim=1)
+    return are_near(batch, alone)
+
+
+def logits_of_new_tokens(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Logits `[6, B, V]` of six tokens that follow `ids` `[B, T]` greedily."""
+    greedy = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    output = model.generate(ids, greedy, output_logits=True, return_dict_in_generate=True, **options)
+    return torch.stack(output.logits)
+
+
+def is_checkpointed(model: Any, _: ContextParallel) -> bool:
+    """Whether gradients with gradient checkpointing are those without."""
+    expected, found = gradients(model), None
+    model.gradient_checkpointing_enable()
+    try:
+        found = gradients(model)
+    finally:
+        model.gradient_checkpointing_disable()
+    return found.keys() == expected.keys() and all(are_near(found[name], expected[name]) for name in expected)
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Gradients in training of all weights that have one; the same dropout in each call."""
+    torch.manual_seed(0)
+    model.train()
+    model.zero_grad()
+    model(input_ids=two_rows(), labels=two_rows(), use_cache=False).loss.backward()
+    model.eval()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
 def is_served(model: Any, _: ContextParallel) -> bool:
@@ -185,16 +303,14 @@ def is_split(model: Any, context: ContextParallel) -> bool:
     config.composed_heads = {**config.composed_heads, "compose_groups": 2}
     if has_equal_parts(type(model), config, context):
         return True
-    plain = copy.deepcopy(config)
-    del plain.composed_heads
-    if not has_equal_parts(model.plain_class, plain, context):
+    if not has_equal_parts(model.plain_class, plain_config(config), context):
         raise ValueError("Transformers does not split the plain model well, either")
     return False
 
 
 @torch.no_grad()
 def has_equal_parts(model_class: Any, config: Any, context: ContextParallel) -> bool:
-    """Whether the parts of a new model have its logits, at least in float64: strong compositions amplify rounding."""
+    """Whether the parts of a new model have its logits, at least in float64."""
     for dtype in (torch.float32, torch.float64):
         torch.manual_seed(0)
         whole = strengthened(model_class(copy.deepcopy(config))).to(dtype)
@@ -204,12 +320,18 @@ def has_equal_parts(model_class: Any, config: Any, context: ContextParallel) -> 
             dist.barrier()
             processes = DistributedConfig(tp_size=context.processes)
             parts = model_class.from_pretrained(folder, distributed_config=processes, dtype=dtype).eval()
-        for one in (whole, parts):
-            if dtype == torch.float64 and one._can_set_experts_implementation():
-                one.set_experts_implementation("eager")  # the default has no float64
-        if are_near(*(one(input_ids=two_rows(), use_cache=False).logits for one in (parts, whole))):
+        if dtype == torch.float64:
+            whole, parts = in_float64(whole), in_float64(parts)
+        if have_near_logits(parts, whole):
             return True
     return False
+
+
+def in_float64(model: Any) -> Any:
+    """The same model in float64, in which rounding is no reason for a difference: strong compositions amplify it."""
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the default has no float64
+    return model.double()
 
 
 @contextmanager
@@ -228,12 +350,32 @@ def two_rows() -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
 
 
+def have_near_logits(one: Any, other: Any) -> bool:
+    """Whether two models have the same logits but for rounding."""
+    return are_near(*(model(input_ids=two_rows(), use_cache=False).logits for model in (one, other)))
+
+
 def are_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether logits `[B, T, V]` are the same but for rounding."""
-    return float((found - expected).abs().max()) < 1e-4 * float(expected.abs().max())
+    return float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
 
 
-CHECKS = {"continuous batching": is_served, "shared sequences": is_shared, "tensor parallelism": is_split}
+CHECKS = {
+    "files": is_loaded,
+    "files of the plain model": takes_plain_files,
+    "generation": generates,
+    "gradient checkpointing": is_checkpointed,
+    "continuous batching": is_served,
+    "shared sequences": is_shared,
+    "tensor parallelism": is_split,
+}
+# What a plain model has to do where a check finds a difference; if it cannot, composed heads are not at fault.
+OF_PLAIN_MODELS = {
+    is_loaded: is_loaded,
+    takes_plain_files: is_loaded,
+    generates: generates,
+    is_checkpointed: is_checkpointed,
+}
 
 
 def limited(work: Callable[[], Any]) -> Any:
