@@ -43,11 +43,25 @@ NEW = 10
 MESSAGES = ["hello", "What is 2 + 2?", "a", "Tell me everything that you know about attention heads. " * 3]
 
 
+def part(name: str) -> ModuleType:
+    """A module of the server, whose packages may be missing."""
+    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
+    return import_module(f"dynattn.scripts.serve.{name}")
+
+
 @pytest.fixture(scope="module")
 def server() -> ModuleType:
-    """The module of the server, whose packages may be missing."""
-    pytest.importorskip("fastapi", reason="pip install 'dynattn[serving]'")
-    return import_module("dynattn.scripts.serve.server")
+    return part("server")
+
+
+@pytest.fixture(scope="module")
+def models() -> ModuleType:
+    return part("models")
+
+
+@pytest.fixture(scope="module")
+def batching() -> ModuleType:
+    return part("batching")
 
 
 @pytest.fixture(scope="module")
@@ -223,25 +237,23 @@ def handler(endpoint: str) -> Any:
         ("chat_completion.ChatCompletionHandler", {"tool_choice": "required"}, "tool_choice='required' is not"),
     ],
 )
-def test_each_endpoint_refuses_what_it_would_ignore(
-    server: ModuleType, endpoint: str, fields: dict[str, Any], message: str
-) -> None:
+def test_each_endpoint_refuses_what_it_would_ignore(endpoint: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        server.check_fields(handler(endpoint), fields)
+        part("requests").check_fields(handler(endpoint), fields)
 
 
-def test_the_engine_knows_no_two_requests_by_one_name(server: ModuleType) -> None:
-    named = server.with_own_name(lambda request_id: request_id)
+def test_the_engine_knows_no_two_requests_by_one_name() -> None:
+    named = part("batching").with_own_name(lambda request_id: request_id)
     first, second = named(request_id="same"), named(request_id="same")
     assert first != second and first.startswith("same") and second.startswith("same")
 
 
-def test_a_request_without_a_limit_does_not_get_that_of_the_first_one(server: ModuleType) -> None:
+def test_a_request_without_a_limit_does_not_get_that_of_the_first_one(batching: ModuleType) -> None:
     """Which started the engine; a client leaves the limit open by a `generation_config` without one."""
-    model, engine = make_model(max_position_embeddings=16), server.CBGenerateManager()
+    model, engine = make_model(max_position_embeddings=16), batching.CBGenerateManager()
     first = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1)
     try:
-        server.check_and_start_batching(engine, model, first)
+        batching.check_and_start_batching(engine, model, first)
         manager: Any = engine._cb
         limits = [first.max_new_tokens, None]
         names = [manager.add_request([3, 4, 5], max_new_tokens=limit, streaming=True) for limit in limits]
@@ -253,43 +265,44 @@ def test_a_request_without_a_limit_does_not_get_that_of_the_first_one(server: Mo
 
 @pytest.mark.parametrize("limits", [{"max_length": 8}, {}], ids=["max_length", "none"])
 def test_a_request_is_answered_within_its_own_limit_and_told_that_it_was_cut(
-    server: ModuleType, limits: dict[str, int]
+    batching: ModuleType, limits: dict[str, int]
 ) -> None:
     """The server reports `length` where the answer is as long as `max_new_tokens` of the request's configuration."""
-    model, engine = make_model(max_position_embeddings=16), server.CBGenerateManager()
+    model, engine = make_model(max_position_embeddings=16), batching.CBGenerateManager()
     asked = GenerationConfig(do_sample=False, eos_token_id=-1, **limits)
 
     async def answer() -> Any:
         words: Any = (engine, model, make_tokenizer(), {"input_ids": [3, 4, 5]}, asked)
-        return await server.with_limit(server.answer_whole)(*words, request_id="one")
+        return await batching.with_limit(batching.answer_whole)(*words, request_id="one")
 
     first = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1)
     try:
-        server.check_and_start_batching(engine, model, first)
+        batching.check_and_start_batching(engine, model, first)
         _, _, tokens = asyncio.run(answer())
     finally:
         engine.stop()
     assert len(tokens) == asked.max_new_tokens == (5 if limits else 13)
 
 
-def test_an_error_within_a_stream_is_json(server: ModuleType) -> None:
+def test_an_error_within_a_stream_is_json() -> None:
     message = 'a "word"\nand \\'
-    assert json.loads(f'{{"error": "{server.StreamError(message).msg}"}}') == {"error": message}
+    told = part("requests").StreamError(message).msg
+    assert json.loads(f'{{"error": "{told}"}}') == {"error": message}
 
 
 @pytest.mark.parametrize(("name", "refused"), [("here@main", False), ("other@main", True)])
-def test_a_server_of_one_model_loads_no_other(server: ModuleType, name: str, refused: bool) -> None:
+def test_a_server_of_one_model_loads_no_other(server: ModuleType, models: ModuleType, name: str, refused: bool) -> None:
     manager = server.ModelManager.__new__(server.ModelManager)
     manager.force_model = "here"
-    with pytest.raises(server.HTTPException, match="pinned to 'here'") if refused else nullcontext():
-        assert server.load_unless_pinned(manager, name)
+    with pytest.raises(models.HTTPException, match="pinned to 'here'") if refused else nullcontext():
+        assert models.load_unless_pinned(manager, name)
 
 
 @pytest.mark.parametrize("bias", [{"5": 100}, {}], ids=["whole number", "none"])
-def test_generate_takes_stops_and_biases_as_clients_write_them(server: ModuleType, bias: dict[str, int]) -> None:
+def test_generate_takes_stops_and_biases_as_clients_write_them(bias: dict[str, int]) -> None:
     answering, model = handler("chat_completion.ChatCompletionHandler"), make_model(eos_token_id=1, pad_token_id=0)
     request = {"max_tokens": 3, "stop": [], "logit_bias": bias}
-    server.check_fields(answering, request)
+    part("requests").check_fields(answering, request)
     asked = answering._build_generation_config(request, model.generation_config)
     tokens = model.generate(torch.tensor([[3, 4]]), generation_config=asked, tokenizer=make_tokenizer())
     assert (tokens[0, 2:] == 5).all() == bool(bias)
@@ -350,49 +363,49 @@ def test_a_name_that_is_neither_here_nor_on_the_hub_is_told_so(
     assert told in capsys.readouterr().err
 
 
-def manager_of(server: ModuleType, folder: str, **options: Any) -> Any:
+def manager_of(models: ModuleType, folder: str, **options: Any) -> Any:
     """Transformers' manager of models, as `dynattn serve` changes it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server.ModelManager, "_validate_args", server.check_model_options)
-        patch.setattr(server.ModelManager, "_load_model", server.load_language_model)
-        server.show_models_to_server()
-        return server.ModelManager(device="cpu", force_model=folder, **options)
+        patch.setattr(models.ModelManager, "_validate_args", models.check_model_options)
+        patch.setattr(models.ModelManager, "_load_model", models.load_language_model)
+        models.show_models_to_server()
+        return models.ModelManager(device="cpu", force_model=folder, **options)
 
 
 def test_a_model_is_served_with_an_implementation_of_this_package(
-    server: ModuleType, composed: tuple[PreTrainedModel, str]
+    models: ModuleType, composed: tuple[PreTrainedModel, str]
 ) -> None:
-    manager = manager_of(server, composed[1], attn_implementation="chunked")
+    manager = manager_of(models, composed[1], attn_implementation="chunked")
     assert manager.loaded_models[composed[1]].model.config._attn_implementation == "chunked"
 
 
-def test_a_model_of_transformers_is_served_with_its_composed_heads(server: ModuleType, tmp_path: Path) -> None:
+def test_a_model_of_transformers_is_served_with_its_composed_heads(models: ModuleType, tmp_path: Path) -> None:
     """Not by the class to which they were added, which would drop their weights."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
     config = LlamaConfig(**sizes, vocab_size=97, initializer_range=0.3, eos_token_id=1, pad_token_id=0)
     model = with_composed_heads(LlamaForCausalLM, compose_rank=1)(config).eval()
     strengthen(model)
     folder = save_with_tokenizer(model, tmp_path)
-    served = manager_of(server, folder).loaded_models[folder].model
+    served = manager_of(models, folder).loaded_models[folder].model
     ids = torch.arange(3, 20)[None]
     torch.testing.assert_close(served(ids).logits, model(ids).logits)
     engine = SimpleNamespace(_cb=None, _cb_config=ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32))
     settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
-    server.check_and_start_batching(engine, served, settings)
+    part("batching").check_and_start_batching(engine, served, settings)
     name = engine._cb.add_request(ids[0].tolist(), max_new_tokens=NEW)
     answer = next(part for part in engine._cb.request_id_iter(name) if part.is_finished())
-    server.stop_batching(SimpleNamespace(_cb_manager=engine))
+    part("batching").stop_batching(SimpleNamespace(_cb_manager=engine))
     assert answer.generated_tokens == model.generate(ids, settings)[0, 17:].tolist()
     edit_config(tmp_path, model_type="gemma3", architectures=["ComposedGemma3ForConditionalGeneration"])
     with pytest.raises(ValueError, match="also reads pictures or sound; with composed heads only models of text are"):
-        server.load_language_model(SimpleNamespace(trust_remote_code=False), folder)
+        models.load_language_model(SimpleNamespace(trust_remote_code=False), folder)
 
 
-def test_a_model_without_a_head_is_refused(server: ModuleType, tmp_path: Path) -> None:
+def test_a_model_without_a_head_is_refused(models: ModuleType, tmp_path: Path) -> None:
     make_model().model.save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"the class DCFormerModel that .* names is no language model"):
-        manager_of(server, str(tmp_path))
+        manager_of(models, str(tmp_path))
 
 
 @pytest.mark.slow
@@ -459,7 +472,7 @@ def test_a_second_interrupt_ends_a_server_that_still_has_requests(
         assert server.wait(30) == 128 + signal.SIGINT
 
 
-def test_a_model_of_ones_own_is_shown_to_the_server(server: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_ones_own_is_shown_to_the_server(models: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     class OwnConfig(DCFormerConfig):
         model_type = "own_dcformer"
 
@@ -468,10 +481,10 @@ def test_a_model_of_ones_own_is_shown_to_the_server(server: ModuleType, monkeypa
 
     monkeypatch.setitem(AutoModelForCausalLM._model_mapping._extra_content, OwnConfig, OwnForCausalLM)
     for model_class in (OwnForCausalLM, DCFormerForCausalLM, RCMHAForCausalLM):
-        monkeypatch.setattr(server.transformers, model_class.__name__, None, raising=False)
-    server.show_models_to_server()
+        monkeypatch.setattr(models.transformers, model_class.__name__, None, raising=False)
+    models.show_models_to_server()
     for model_class in (OwnForCausalLM, DCFormerForCausalLM, RCMHAForCausalLM):
-        assert vars(server.transformers)[model_class.__name__] is model_class
+        assert vars(models.transformers)[model_class.__name__] is model_class
 
 
 def answer_of(

@@ -1,0 +1,81 @@
+"""What clients may ask of Transformers' server: fields that it would ignore are refused, and errors have a message."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from transformers.cli.serving import utils
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.utils import BaseHandler
+
+read_fields = BaseHandler._validate_request
+# Fields of OpenAI's API that Transformers' server ignores with a warning in its own log, so a client would not get what
+# it asked for; and the values, in JSON, that ask for nothing.
+IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
+    "n": ("1",),
+    "best_of": ("1",),
+    "logprobs": ("false",),  # 0 asks for those of the tokens themselves
+    "top_logprobs": ("0",),
+    "echo": ("false",),
+    "presence_penalty": ("0", "0.0"),
+    "response_format": ('{"type": "text"}',),
+    "functions": ("[]",),
+    "prediction": (),
+    "audio": (),
+    "logit_bias": ("{}",),
+    "tool_choice": ('"auto"', '"none"'),
+    "text": ("{}", '{"format": {"type": "text"}}'),
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+    "background": ("false",),
+}
+# Those that an endpoint ignores even without a warning.
+UNREAD_FIELDS: dict[type[BaseHandler], set[str]] = {
+    CompletionHandler: {"logit_bias"},
+    ResponseHandler: {"conversation"},
+}
+
+
+def check_fields(handler: BaseHandler, body: dict[str, Any]) -> None:
+    """In the place of `BaseHandler._validate_request`, which only warns of fields that it ignores.
+
+    Also makes of `stop` and `logit_bias` what `generate` takes: clients send empty ones, and whole numbers as biases.
+    Where OpenAI's API streams only if `stream` says so, the endpoint of responses would stream without it, too.
+
+    Raises:
+        ValueError: the request asks for something that the answer would lack.
+    """
+    read_fields(handler, body)
+    if not isinstance(biases := body.get("logit_bias"), dict | None):
+        raise ValueError(f"logit_bias={biases!r} must be an object with a number for each token")
+    body["logit_bias"] = {token: float(bias) for token, bias in biases.items()} if biases else None
+    body["stop"] = body.get("stop") or None
+    body["stream"] = body.get("stream") or False
+    ignored = handler._unused_fields | UNREAD_FIELDS.get(type(handler), set())
+    for name in ignored & IGNORED_FIELDS.keys() & body.keys():
+        if json.dumps(body[name]) not in ("null", *IGNORED_FIELDS[name]):
+            raise ValueError(f"{name}={body[name]!r} is not supported; leave it out")
+
+
+class StreamError(utils._StreamError):
+    """An error in the middle of a stream, whose message Transformers' server puts between quotes without escaping."""
+
+    def __init__(self, msg: str) -> None:
+        super().__init__(json.dumps(msg)[1:-1])
+
+
+def malformation(error: RequestValidationError) -> str:
+    """What is wrong with a request that is no JSON, or JSON of another kind, such as a list in place of an object."""
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")  # where the JSON cannot be read, the parser's message
+    return f"the request is malformed: {first['msg']}{f' ({cause})' if cause else ''}"
+
+
+def refusal(status: int, reason: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """An error response in the format of OpenAI's API, whose clients raise an error with the `message`."""
+    error = {"message": reason, "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": error}, status, headers)
