@@ -559,11 +559,14 @@ def test_a_model_is_composed_once() -> None:
         compose_heads_of(model)
 
 
-def test_two_attentions_at_once_are_refused_when_they_are_called() -> None:
+def test_two_attentions_at_once_are_refused_when_they_are_called(tmp_path: Path) -> None:
+    """Also of a model that is loaded, whose weights are nowhere at first but for vectors of this attention."""
     model = DiffLlamaForCausalLM(DiffLlamaConfig(**DECODER)).eval()
+    model.save_pretrained(tmp_path)
     compose_heads_of(model)
-    with pytest.raises(ValueError, match=r"DiffLlamaAttention attends in pieces, or more than once; leave it out"):
-        attend(model)
+    for composed in (model, with_composed_heads(DiffLlamaForCausalLM).from_pretrained(tmp_path)):
+        with pytest.raises(ValueError, match=r"DiffLlamaAttention attends in pieces, or more than once; leave it out"):
+            attend(composed)
 
 
 def test_layers_that_attend_to_keys_of_others_are_left_alone() -> None:
