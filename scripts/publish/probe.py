@@ -102,11 +102,16 @@ def load_encoder(folder: str | Path, class_name: str, **options: Any) -> Any:
 
 
 def embed(encoder: Any) -> Tensor:
-    """Embeddings `[2, E]` of two texts by a model of Sentence Transformers, or scores `[2]` or `[2, C]` of pairs."""
+    """What a model of Sentence Transformers makes of two texts.
+
+    Embeddings `[2, E]`, or `[N, E]` of all their tokens, or scores `[2]` or `[2, C]` of pairs.
+    """
     texts = [TEXT, TEXT[:20]]
     if hasattr(encoder, "predict"):
         scores: Tensor = encoder.predict(list(zip(texts, reversed(texts), strict=True)), convert_to_tensor=True)
         return scores
+    if type(encoder).__name__ == "MultiVectorEncoder":
+        return torch.cat(encoder.encode(texts))
     embeddings: Tensor = encoder.encode(texts, convert_to_tensor=True)
     return embeddings.to_dense() if embeddings.is_sparse else embeddings.contiguous()
 

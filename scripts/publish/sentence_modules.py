@@ -14,7 +14,7 @@ from ..common.errors import UserError
 LIBRARY = "sentence_transformers"
 MODULES = "modules.json"
 SETTINGS = (MODULES, "config_sentence_transformers.json", "sentence_*_config.json")
-CLASSES = ("SentenceTransformer", "SparseEncoder", "CrossEncoder")
+CLASSES = ("SentenceTransformer", "SparseEncoder", "MultiVectorEncoder", "CrossEncoder")
 
 
 def module_files(folder: Path) -> list[str]:

@@ -86,9 +86,14 @@ def test_its_card_is_of_the_library_and_says_how_it_is_loaded(published: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "head"), [("CrossEncoder", "ForSequenceClassification"), ("SparseEncoder", "ForMaskedLM")]
+    ("kind", "head"),
+    [
+        ("CrossEncoder", "ForSequenceClassification"),
+        ("SparseEncoder", "ForMaskedLM"),
+        ("MultiVectorEncoder", "Model"),
+    ],
 )
-def test_rerankers_and_sparse_encoders_are_published_too(kind: str, head: str, tmp_path: Path) -> None:
+def test_other_models_of_the_library_are_published_too(kind: str, head: str, tmp_path: Path) -> None:
     save_encoder(tmp_path / "model", head)
     model = getattr(sentences, kind)(str(tmp_path / "model"), device="cpu")
     model.save_pretrained(str(tmp_path / "saved"))
@@ -96,6 +101,8 @@ def test_rerankers_and_sparse_encoders_are_published_too(kind: str, head: str, t
     again = getattr(sentences, kind)(str(folder), device="cpu", trust_remote_code=True)
     if kind == "SparseEncoder":
         torch.testing.assert_close(embed(again), embed(model), atol=0, rtol=0)
+    elif kind == "MultiVectorEncoder":
+        torch.testing.assert_close(again.encode(TEXTS), model.encode(TEXTS), atol=0, rtol=0)
     else:
         pairs = [(TEXTS[0], TEXTS[1]), (TEXTS[1], TEXTS[2])]
         assert again.predict(pairs).tolist() == model.predict(pairs).tolist()
@@ -177,7 +184,7 @@ def test_a_folder_without_modules_is_of_no_other_library(tmp_path: Path) -> None
 @pytest.mark.parametrize("content", [{"model_type": "Trainer"}, []])
 def test_other_classes_of_the_library_are_refused(content: Any, tmp_path: Path) -> None:
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="SentenceTransformer, SparseEncoder, CrossEncoder can be published"):
+    with pytest.raises(UserError, match="MultiVectorEncoder, CrossEncoder can be published"):
         class_name(tmp_path)
 
 
