@@ -21,7 +21,8 @@ def module_files(folder: Path) -> list[str]:
     """What a folder holds for Sentence Transformers alone: settings and other modules; nothing if it is no such folder.
 
     Raises:
-        UserError: the list of modules is damaged, or one is elsewhere or of a class that is not in the library.
+        UserError: the list of modules is damaged, or one is elsewhere, or a class is neither of the library nor of
+            PyTorch: whoever loads the folder with `trust_remote_code=True` would import it.
     """
     if not (folder / MODULES).is_file():
         return []
@@ -30,9 +31,14 @@ def module_files(folder: Path) -> list[str]:
         raise UserError(f"{folder / MODULES} must hold a list of modules; save the model with Sentence Transformers")
     for module in modules:
         _check_module(module, folder)
+    if modules[0]["path"] or not modules[0]["type"].endswith("Transformer"):
+        raise UserError(f"{folder / MODULES} must begin with the Transformer of the folder itself")
     paths = [module["path"] for module in modules if module["path"]]
     inside = [f"{path}/*.{kind}" for path in paths for kind in ("json", "safetensors")]
-    return matching_files(folder, [*SETTINGS, *inside])
+    files = matching_files(folder, [*SETTINGS, *inside])
+    for name in ("config.json", *(name for name in files if name.endswith(".json"))):
+        _check_activations(read_foreign_json(folder / name), folder / name)
+    return files
 
 
 def class_name(folder: Path) -> str:
@@ -59,3 +65,13 @@ def _check_module(module: Any, folder: Path) -> None:
         raise UserError(
             f"{folder / MODULES} has a {module['type']}; only modules of Sentence Transformers are published"
         )
+
+
+def _check_activations(content: Any, path: Path) -> None:
+    """Raises UserError if a setting names a function to apply by the place of its class, which is not in PyTorch."""
+    if not isinstance(content, dict):
+        return
+    for name, value in content.items():
+        _check_activations(value, path)
+        if "activation_f" in name and isinstance(value, str) and "." in value and not value.startswith("torch.nn."):
+            raise UserError(f"{name} in {path} is {reprlib.repr(value)}; only classes in torch.nn are published")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,10 @@ def test_modules_that_the_library_cannot_load_are_refused(
         ([{"path": "../elsewhere", "type": "sentence_transformers.models.Dense"}], "a folder beside the file"),
         ([{"path": "*", "type": "sentence_transformers.models.Dense"}], "a folder beside the file"),
         ([{"path": "", "type": "my_modules.Transformer"}], "only modules of Sentence Transformers are published"),
+        (
+            [{"path": "", "type": "sentence_transformers.models.Router"}],
+            "must begin with the Transformer of the folder",
+        ),
     ],
 )
 def test_a_damaged_list_of_modules_is_refused(modules: Any, message: str, tmp_path: Path) -> None:
@@ -168,8 +173,27 @@ def test_a_damaged_list_of_modules_is_refused(modules: Any, message: str, tmp_pa
         module_files(tmp_path)
 
 
+MODULES = [
+    {"path": "", "type": "sentence_transformers.Transformer"},
+    {"path": "1_Pooling", "type": "sentence_transformers.Pooling"},
+]
+
+
+@pytest.mark.parametrize("place", ["config.json", "config_sentence_transformers.json", "1_Pooling/config.json"])
+def test_classes_elsewhere_are_refused(place: str, tmp_path: Path) -> None:
+    """Who loads the folder trusts the code in it, and not all that is installed."""
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "modules.json").write_text(json.dumps(MODULES))
+    for name, refused in (("torch.nn.modules.activation.Tanh", False), ("gelu", False), ("code.interact", True)):
+        (tmp_path / place).write_text(json.dumps({"sentence_transformers": {"activation_fn": name}}))
+        with pytest.raises(UserError, match=r"only classes in torch\.nn are published") if refused else nullcontext():
+            module_files(tmp_path)
+
+
 def test_only_files_of_modules_are_copied(tmp_path: Path) -> None:
-    (tmp_path / "modules.json").write_text(json.dumps([{"path": "1_Pooling", "type": "sentence_transformers.Pooling"}]))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "modules.json").write_text(json.dumps(MODULES))
     assert module_files(tmp_path) == ["modules.json"]  # a folder without files, as for normalization, is on no Hub
     for name in ("1_Pooling/config.json", "1_Pooling/code.py", "1_Pooling/weights.bin", "2_Other/config.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
