@@ -300,9 +300,10 @@ def test_a_server_of_one_model_loads_no_other(server: ModuleType, models: Module
 
 @pytest.mark.parametrize("bias", [{"5": 100}, {}], ids=["whole number", "none"])
 def test_generate_takes_stops_and_biases_as_clients_write_them(bias: dict[str, int]) -> None:
+    requests = part("requests")
     answering, model = handler("chat_completion.ChatCompletionHandler"), make_model(eos_token_id=1, pad_token_id=0)
     request = {"max_tokens": 3, "stop": [], "logit_bias": bias}
-    part("requests").check_fields(answering, request)
+    requests.check_fields(answering, request)
     asked = answering._build_generation_config(request, model.generation_config)
     tokens = model.generate(torch.tensor([[3, 4]]), generation_config=asked, tokenizer=make_tokenizer())
     assert (tokens[0, 2:] == 5).all() == bool(bias)
