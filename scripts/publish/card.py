@@ -25,7 +25,7 @@ from ..common.yaml_files import check_size
 from .arguments import PublishArguments
 from .checkpoint import Checkpoint
 from .evaluation_metadata import merge_evaluation, read_evaluation
-from .sentence_modules import CLASSES
+from .sentence_modules import LIBRARY
 
 TASKS = {
     "AutoModelForMaskedLM": "fill-mask",
@@ -243,18 +243,19 @@ def _bibtex(paper: str) -> str:
 
 def _usage(checkpoint: Checkpoint, name: str) -> str:
     plain, sentence_class = checkpoint.plain_class, checkpoint.sentence_class
-    library = "transformers" if sentence_class is None else "sentence_transformers"
+    library = "transformers" if sentence_class is None else LIBRARY
     main, others = sentence_class or checkpoint.auto_class, _other_classes(checkpoint)
+    call = main if sentence_class is not None else f"{main}.from_pretrained"
     load = partial(_load, name=name, others=others)
     texts = {"library": library, "package": _package(checkpoint), "imports": ", ".join([main, *others])}
-    texts |= {"load": load(main), "load_remote": load(main, options=", trust_remote_code=True")}
+    texts |= {"load": load(call), "load_remote": load(call, options=", trust_remote_code=True")}
     if plain is None:
         return USAGE.format(**texts)
     usage = USAGE_COMPOSED.format(**texts, plain=plain.__name__)
     if sentence_class is not None:  # that library cannot be told of a class
         return usage
     texts["imports"] = ", ".join([*others, plain.__name__])
-    texts["load"] = load(f"{PACKAGE}.with_composed_heads({plain.__name__})")
+    texts["load"] = load(f"{PACKAGE}.with_composed_heads({plain.__name__}).from_pretrained")
     return usage + USAGE_COMPOSED_WITH_PACKAGE.format(**texts)
 
 
@@ -266,13 +267,11 @@ def _other_classes(checkpoint: Checkpoint) -> list[str]:
     return [*(["AutoTokenizer"] if checkpoint.tokenizer else []), *processors]
 
 
-def _load(main: str, name: str, others: list[str], options: str = "") -> str:
-    """The lines of code that load the model `name`, and what belongs to it, by the classes `main` and `others`."""
+def _load(call: str, name: str, others: list[str], options: str = "") -> str:
+    """The lines of code that load the model `name` by `call`, and what belongs to it by the classes `others`."""
     variables = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "processor"}
-    return "\n".join(
-        f"{variables.get(cls, 'model')} = {cls}{'' if cls in CLASSES else '.from_pretrained'}({_quote(name)}{options})"
-        for cls in (main, *others)
-    )
+    calls = {"model": call, **{variables[cls]: f"{cls}.from_pretrained" for cls in others}}
+    return "\n".join(f"{variable} = {call}({_quote(name)}{options})" for variable, call in calls.items())
 
 
 def _package(checkpoint: Checkpoint) -> str:

@@ -20,6 +20,7 @@ from ..common.checkpoint_loading import check_loaded
 from ..common.errors import UserError, last_line, refusal_of
 from . import probe
 from .checkpoint import Checkpoint
+from .sentence_modules import LIBRARY
 
 # Largest difference in roundings of the largest element. Usually there is none, but kernels may sum in another order.
 ROUNDINGS = 8
@@ -120,7 +121,7 @@ def sentence_answer(checkpoint: Checkpoint, model: Any) -> Tensor:
 
 def verifies_sentences(checkpoint: Checkpoint) -> bool:
     """Whether the embeddings or scores of a model of Sentence Transformers can be compared."""
-    return checkpoint.sentence_class is not None and find_spec("sentence_transformers") is not None
+    return checkpoint.sentence_class is not None and find_spec(LIBRARY) is not None
 
 
 def run_probe(work: Path) -> None:

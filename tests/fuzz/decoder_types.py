@@ -73,17 +73,20 @@ WINDOWS: tuple[dict[str, Any], ...] = (
     {"sliding_window": None, "use_sliding_window": False},
 )
 
+RECORD = {
+    "command": "torchrun --nproc_per_node 2 -m tests.fuzz.decoder_types",
+    "what": "small random decoders of each model type of Transformers with composed heads: logits before they were "
+    "saved and loaded against those after, of plain models that are loaded with composed heads, too; logits of new "
+    "tokens of a padded batch with a cache against those of single rows without; gradients with gradient checkpointing "
+    "against those without; greedy tokens in continuous batching against those of generate; and logits of two "
+    "processes against those of one: where they share sequences, and under tensor parallelism, with heads that mix in "
+    "two groups",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Makes all checks and returns 0 if no outputs differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("types", nargs="*")
-    parser.add_argument("--record", type=Path)
-    given = parser.parse_args(argv)
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, too_long)
+    given = start(__doc__, "types", argv)
     dist.init_process_group("gloo")
     context = ContextParallel(init_device_mesh("cpu", (dist.get_world_size(),)))
     # A mesh has groups of processes with threads of their own, so one serves all models.
@@ -92,29 +95,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = {kind: name for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if kind not in FAMILIES}
     rows = {kind: check_type(kind, names[kind], context) for kind in given.types or sorted(names)}
     if dist.get_rank() == 0:
-        report(rows, given.record)
+        report(RECORD, "types", rows, given.record)
     dist.barrier()
     dist.destroy_process_group()
     return 1 if any("different" in row.values() for row in rows.values()) else 0
 
 
-def report(rows: dict[str, dict[str, str]], path: Path | None) -> None:
-    """Prints the rows with their counts, and writes them to a file."""
-    equal = {check: sum(row[check] == "equal" for row in rows.values()) for check in CHECKS}
-    record = {
-        "command": "torchrun --nproc_per_node 2 -m tests.fuzz.decoder_types",
-        "what": "small random decoders of each model type of Transformers with composed heads: logits before they "
-        "were saved and loaded against those after, of plain models that are loaded with composed heads, too; "
-        "logits of new tokens of a padded batch with a cache against those of single rows without; gradients with "
-        "gradient checkpointing against those without; greedy tokens in continuous batching against those of generate; "
-        "and logits of two processes against those of one: where they share sequences, and under tensor parallelism, "
-        "with heads that mix in two groups",
-        "equal": equal,
-        "types": rows,
-        "hardware": hardware(torch.device("cpu")),
-        "versions": versions(),
-        **provenance(),
-    }
+def start(description: str | None, names: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of a program that checks many small models, of which `names` may be given, and its settings."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(names, nargs="*")
+    parser.add_argument("--record", type=Path)
+    given = parser.parse_args(argv)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, too_long)
+    return given
+
+
+def report(record: dict[str, Any], names: str, rows: dict[str, dict[str, str]], path: Path | None) -> None:
+    """Prints a record with rows for `names`, how many are equal and where it was made, and writes it to a file."""
+    checks = dict.fromkeys(check for row in rows.values() for check in row)
+    equal = {check: sum(row[check] == "equal" for row in rows.values()) for check in checks}
+    made = {"hardware": hardware(torch.device("cpu")), "versions": versions(), **provenance()}
+    record = {**record, "equal": equal, names: rows, **made}
     print(json.dumps(record, indent=1))
     if path is not None:
         write_json(path, record, indent=1)

@@ -3,15 +3,9 @@
 python -m tests.fuzz.model_classes --record FILE.json [CLASS ...]
 """
 
-import argparse
 import inspect
-import json
-import signal
 import sys
-import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +16,8 @@ from transformers.models.auto import modeling_auto
 
 from dynattn import with_composed_heads
 from dynattn.families import FAMILIES
-from dynattn.scripts.common.atomic_file import write_json
-from dynattn.scripts.common.environment import hardware, provenance, versions
 
-from .decoder_types import are_near, fields_of, first_line, limited, saved_and_loaded, strengthened, too_long
+from .decoder_types import are_near, fields_of, first_line, limited, report, saved_and_loaded, start, strengthened
 
 VOCABULARY, TOKENS, TARGETS, IMAGE, BINS, FRAMES, SAMPLES = 97, 12, 6, 32, 16, 60, 2000
 LARGEST = 60_000_000  # parameters; configurations without the fields below make models of their usual size
@@ -58,39 +50,25 @@ SIZES: dict[str, Any] = {
     "decoder_start_token_id": 1,
 }
 CHECKS = ("files of the plain model", "files", "gradient checkpointing")
+RECORD = {
+    "command": "python -m tests.fuzz.model_classes",
+    "what": "small random models of the classes that Transformers' Auto classes know, but that for decoders, with "
+    "heads composed in place: outputs of plain models against those after they were loaded with composed heads; "
+    "outputs before models were saved and loaded against those after; gradients with checkpointing against those "
+    "without",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Checks every class, or those that are named, and returns 0 if no outputs differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("classes", nargs="*")
-    parser.add_argument("--record", type=Path)
-    given = parser.parse_args(argv)
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, too_long)
+    given = start(__doc__, "classes", argv)
     rows = {name: check_class(name) for name in given.classes or class_names()}
-    record = {
-        "command": "python -m tests.fuzz.model_classes",
-        "what": "small random models of the classes that Transformers' Auto classes know, but for decoders, with heads "
-        "composed in place: outputs of plain models against those after they were loaded with composed heads; outputs "
-        "before models were saved and loaded against those after; gradients with checkpointing against those without",
-        "equal": {check: Counter(row[check] for row in rows.values())["equal"] for check in CHECKS},
-        "classes": rows,
-        "hardware": hardware(torch.device("cpu")),
-        "versions": versions(),
-        **provenance(),
-    }
-    print(json.dumps(record, indent=1))
-    if given.record is not None:
-        write_json(given.record, record, indent=1)
+    report(RECORD, "classes", rows, given.record)
     return 1 if any("different" in row.values() for row in rows.values()) else 0
 
 
 def class_names() -> list[str]:
-    """The first class of each model type in each mapping of the Auto classes, but for decoders."""
+    """The first class of each model type in each mapping of the Auto classes, but that of decoders."""
     mappings = [name for name in dir(modeling_auto) if name.endswith("MAPPING_NAMES") and name.startswith("MODEL_")]
     found: dict[str, None] = {}
     for mapping in sorted(mappings):
