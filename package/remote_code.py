@@ -19,7 +19,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dynattn import __version__, with_composed_heads
-from dynattn.modeling.other_models.compose_heads import composed_name
+from dynattn.modeling.other_models.compose_heads import composed_name, plain_models
 
 PACKAGE = __name__.partition(".")[0]
 # The package in which Transformers puts code that it loads from a checkpoint's folder.
@@ -138,8 +138,7 @@ def _auto_classes(config_class: type[PreTrainedConfig]) -> Iterator[tuple[str, t
     for name, auto in vars(modeling_auto).items():
         mapping = getattr(auto, "_model_mapping", None)
         if name.startswith("Auto") and mapping is not None and config_class in mapping:
-            returned = mapping[config_class]
-            yield from ((name, cls) for cls in (returned if isinstance(returned, tuple | list) else [returned]))
+            yield from ((name, cls) for cls in plain_models(auto, config_class))
 
 
 def flat_code(classes: Iterable[type | Callable[..., object]]) -> dict[str, str]:

@@ -237,10 +237,15 @@ def composing_class(auto_class: Any, config: Any) -> Any:
     """
     if getattr(config, "composed_heads", None) is None or type(config) not in auto_class._model_mapping:
         return auto_class
-    known = auto_class._model_mapping[type(config)]
-    classes = known if isinstance(known, tuple | list) else [known]
+    classes = plain_models(auto_class, type(config))
     named = [one for one in classes if composed_name(one.__name__) in (config.architectures or ())]
     return with_composed_heads([*named, *classes][0])
+
+
+def plain_models(auto_class: Any, config_class: type) -> list[Any]:
+    """What an Auto class returns for a configuration, or the plain class of one with composed heads."""
+    known = auto_class._model_mapping[config_class]
+    return [getattr(one, "plain_class", one) for one in (known if isinstance(known, tuple | list) else [known])]
 
 
 def _find_attention(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Module]:

@@ -3,9 +3,11 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cases.text import FILE_NAME, blocks_of, commands_of
+from transformers import AutoModelForCausalLM
 
 from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS
 from dynattn.scripts.cli import JOBS
@@ -18,19 +20,21 @@ PAGES_OF_SITE = sorted({*PAGES, *ROOT.glob("*.md"), *ROOT.glob("model_cards/*.md
 
 
 @pytest.fixture
-def implementations() -> Iterator[None]:
-    """Those that a guide registers are gone afterwards."""
-    before = dict(COMPOSING_IMPLEMENTATIONS), dict(IMPLEMENTATIONS)
+def registrations() -> Iterator[None]:
+    """The implementations and models that a guide registers are gone afterwards."""
+    models = AutoModelForCausalLM._model_mapping._extra_content
+    tables: list[dict[Any, Any]] = [COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS, models]
+    before = [set(table) for table in tables]
     yield
-    for table, kept in zip((COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS), before, strict=True):
-        table.clear()
-        table.update(kept)
+    for table, kept in zip(tables, before, strict=True):
+        for added in set(table) - kept:
+            del table[added]
 
 
 @pytest.mark.parametrize(
     "name", ["compose_a_model.md", "encoders.md", "mixers.md", "positions.md", "variants.md", "vision.md"]
 )
-@pytest.mark.usefixtures("implementations")
+@pytest.mark.usefixtures("registrations")
 def test_every_block_of_python_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

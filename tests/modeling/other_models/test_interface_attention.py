@@ -3,6 +3,7 @@
 import copy
 import re
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ from dynattn import DCFormerConfig, DCFormerForCausalLM, compose_heads_of, with_
 from dynattn.modeling.other_models import interface_attention
 from dynattn.modeling.other_models.compose_heads import composed_name, composing_class
 from dynattn.modeling.other_models.side_generators import SideGenerators
+from dynattn.remote_code import plain_classes
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 DECODER = {**SIZES, "vocab_size": 97, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0}
@@ -425,6 +427,28 @@ def test_an_auto_class_has_several_composing_classes_or_none_for_a_configuration
     config.architectures = ["ComposedDeiTForImageClassificationWithTeacher"]
     assert composing_class(AutoModelForImageClassification, config).__name__ == config.architectures[0]
     assert composing_class(AutoModelForCausalLM, config) is AutoModelForCausalLM
+
+
+@pytest.fixture
+def registered() -> Iterator[type]:
+    """The class that `AutoModelForCausalLM` returns for a Llama's configuration, with composed heads."""
+    composed = with_composed_heads(LlamaForCausalLM)
+    AutoModelForCausalLM.register(LlamaConfig, composed, exist_ok=True)
+    yield composed
+    del AutoModelForCausalLM._model_mapping._extra_content[LlamaConfig]
+
+
+def test_an_auto_class_loads_composed_heads_where_their_class_is_registered(registered: type, tmp_path: Path) -> None:
+    model = registered(LlamaConfig(**DECODER)).eval()
+    strengthen(model)
+    plain = LlamaForCausalLM(LlamaConfig(**DECODER)).eval()
+    for one, folder in ((model, tmp_path / "composed"), (plain, tmp_path / "plain")):
+        one.save_pretrained(folder)
+        loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert type(loaded) is registered
+        torch.testing.assert_close(loaded(IDS).logits, one(IDS).logits)
+    assert composing_class(AutoModelForCausalLM, model.config).plain_class is LlamaForCausalLM
+    assert set(plain_classes(model.config).values()) == {LlamaForCausalLM}
 
 
 def test_an_implementation_is_of_the_machine_and_not_of_the_checkpoint() -> None:
