@@ -246,7 +246,7 @@ def attend_with_composed_heads(
     if key_source is not None:
         _refuse_beside_source(position_bias, s_aux, is_causal)
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1 and not module.has_complete_masks
-    keys, width = key.shape[2], value.shape[3]
+    keys = key.shape[2]
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     if is_causal:
         key, value, attention_mask = _causal_keys(query.shape[2], key, value)
@@ -256,22 +256,26 @@ def attend_with_composed_heads(
     if s_aux is not None:
         query, key, value = with_sink_key(query, key, value, s_aux, scaling)
         mask = with_visible_sink(mask)
-    padded = max(query.shape[3], width)  # as the ops need queries, keys and values of one width
-    composed = pre is not None or post is not None
-    window = options.get("sliding_window")
-    served = {} if key_source is None else {"key_source": key_source, "sliding_window": window}
-    needs_ours = composed or key_source is not None
-    name = module.implementation or choose_implementation(None, query, mask, NO_TABLES, composed=needs_ours)
-    output, maps = attention_function_of(name)(
-        module,
-        *(_with_width(states, padded) for states in (query, key, value)),
-        mask,
-        scaling=scaling,
-        is_causal=is_causal,
-        **({"pre": pre, "post": post} if composed else {}),
-        **served,
-    )
-    return output[..., :width], maps if maps is None or s_aux is None else maps[..., 1:]
+    calls = {} if pre is None and post is None else {"pre": pre, "post": post}
+    if key_source is not None:
+        calls |= {"key_source": key_source, "sliding_window": options.get("sliding_window")}
+    output, maps = _call_op(module, (query, key, value), mask, scaling=scaling, is_causal=is_causal, **calls)
+    return output, maps if maps is None or s_aux is None else maps[..., 1:]
+
+
+def _call_op(
+    module: "ComposedInterfaceAttention", states: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of queries, keys and values, which the ops need to be of one width, by the module's implementation.
+
+    `scaling` and `is_causal` alone are options of plain attention, for which PyTorch's SDPA may be chosen.
+    """
+    needs_ours = not options.keys() <= {"scaling", "is_causal"}
+    name = module.implementation or choose_implementation(None, states[0], mask, NO_TABLES, composed=needs_ours)
+    width = max(state.shape[3] for state in states)
+    padded = (_with_width(state, width) for state in states)
+    output, maps = attention_function_of(name)(module, *padded, mask, **options)
+    return output[..., : states[2].shape[3]], maps
 
 
 def check_makes_masks(implementation: str | None) -> None:
