@@ -37,6 +37,8 @@ class PortableConfig(PreTrainedConfig):
     # Writes the code files of a configuration into a folder. The installed package sets it; in remote code it stays
     # None, because there Transformers copies the files.
     code_writer: ClassVar[Callable[[PreTrainedConfig, Path], object] | None] = None
+    # Whether that is done for every checkpoint, with code or without (see `register_for_auto_class`).
+    code_registered: ClassVar[bool] = False
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}
     # Outputs that a Trainer does not collect in evaluation, where a model has them: its cache, by either name.
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
@@ -100,12 +102,29 @@ class PortableConfig(PreTrainedConfig):
             raise ValueError(f"{cls.__name__} has no size {name!r}; choose from {sorted(cls.sizes)}")
         return cls(**deepcopy({**cls.sizes[name], **overrides}))
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """As in Transformers: checkpoints are saved with their code; that of the installed package is written as above.
+
+        Transformers would copy the file of the class and look for all that it imports in the same folder.
+        """
+        if writes_its_code(cls):
+            cls.code_registered = True
+        else:
+            super().register_for_auto_class(auto_class)
+
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in Transformers; with an `auto_map`, the code that it names is written beside `config.json`."""
         writer = type(self).code_writer
-        if writer is not None and getattr(self, "auto_map", None):
+        if writer is not None and (type(self).code_registered or getattr(self, "auto_map", None)):
             writer(self, Path(save_directory))
         super().save_pretrained(save_directory, *args, **kwargs)
+
+
+def writes_its_code(cls: type) -> bool:
+    """Whether `cls` is of the installed package, which writes its code, and no remote code or somebody's variant."""
+    root, of_package = (one.__module__.partition(".")[0] for one in (cls, PortableConfig))
+    return PortableConfig.code_writer is not None and root == of_package
 
 
 def default_head_dim(hidden_size: int, num_attention_heads: int) -> int:

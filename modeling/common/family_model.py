@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import logging
 
+from ...configuration.portable_config import writes_its_code
 from ..caches.names import NEW_NAME, OLD_NAME
 from ..positions.learned_tables import DistanceTable
 
@@ -47,10 +48,19 @@ class FamilyPreTrainedModel(PreTrainedModel):
         """
         return True
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """As in Transformers; the configuration of the installed package writes the code of all its classes."""
+        if writes_its_code(cls):
+            assert cls.config_class is not None
+            cls.config_class.register_for_auto_class()
+        else:
+            super().register_for_auto_class(auto_class)
+
     # The override is ignored because type checkers see Transformers' wrapped method as a plain function.
     def push_to_hub(self, repo_id: str, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
         """As in Transformers, which uploads the model's code only if the configuration names some (`auto_map`)."""
-        if not self.config.auto_map:
+        if not (self.config.auto_map or getattr(self.config, "code_registered", False)):
             logger.warning(
                 f"{repo_id} gets weights and configuration but no code: it loads only where dynattn is imported. "
                 "`dynattn publish FOLDER --repo NAME` uploads the code too"

@@ -15,7 +15,7 @@ from transformers.conversion_mapping import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...configuration.multihead_config import MultiheadConfig
-from ...configuration.portable_config import PortableConfig
+from ...configuration.portable_config import PortableConfig, writes_its_code
 from ..layers.head_composition import DynamicComposition, init_composition
 from ..layers.tensor_parallel import plan_composed_attention
 from ..serving.batched_generation import BatchedGeneration
@@ -136,6 +136,7 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
     class Composed(*served, model_class):  # type: ignore[misc, valid-type]
         _auto_class = None  # code that came with `model_class` has no composed heads
         supports_paged_cache = attends_to_paged_cache = True
+        code_registered = False
         plain_class = model_class
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -161,10 +162,19 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
             """As the plain class, whose module Transformers searches for experts; here it would search this module."""
             return model_class._can_set_experts_implementation()
 
+        @classmethod
+        def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+            """As in Transformers: models are saved with their code; that of the installed package is written below."""
+            if writes_its_code(cls):
+                cls.code_registered = True
+            else:
+                super().register_for_auto_class(auto_class)
+
         def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
             """As in Transformers; with an `auto_map`, the code that it names is written, too."""
             writer = PortableConfig.code_writer
-            if writer is not None and is_main_process and getattr(self.config, "auto_map", None):
+            with_code = self.code_registered or getattr(self.config, "auto_map", None)
+            if writer is not None and is_main_process and with_code:
                 self.config.architectures = [composed_name(model_class.__name__)]
                 writer(self.config, Path(save_directory))
             super().save_pretrained(save_directory, is_main_process, **kwargs)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import dynattn
@@ -81,6 +81,24 @@ def test_other_peoples_configurations_get_no_code(tmp_path: Path) -> None:
     assert write_code(LlamaConfig(), tmp_path) == []
     assert write_code(Theirs(), tmp_path) == []
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("registered", ["model", "configuration", "composed in place"])
+def test_registered_classes_save_the_code_that_publishing_writes(
+    registered: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LLaMA-Factory registers what it loads from folders with code, and Transformers' guide to custom models does."""
+    model: Any = dynattn.DCFormerForCausalLM(dynattn.DCFormerConfig.from_size("tiny", num_hidden_layers=1))
+    if registered == "composed in place":
+        sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+        model = dynattn.with_composed_heads(LlamaForCausalLM)(LlamaConfig(vocab_size=9, **sizes))
+    owner = type(model.config if registered == "configuration" else model)
+    monkeypatch.setattr(dynattn.DCFormerConfig, "code_registered", False)  # so that it is as before after the test
+    owner.register_for_auto_class()
+    model.save_pretrained(tmp_path / "saved")
+    code = set(write_code(model.config, tmp_path / "code"))
+    assert code == {path.name for path in (tmp_path / "saved").glob("*.py")}
+    assert AutoConfig.from_pretrained(tmp_path / "saved").auto_map == model.config.auto_map
 
 
 def test_code_travels_unless_transformers_has_loaded_it(monkeypatch: pytest.MonkeyPatch) -> None:
