@@ -13,6 +13,7 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
 
 from ...configuration.multihead_config import MultiheadConfig
 from ...configuration.portable_config import PortableConfig, writes_its_code
@@ -22,6 +23,8 @@ from ..serving.batched_generation import BatchedGeneration
 from .adapters import ADAPTERS, adapter_of, plan_composition
 from .multihead_attention import ComposedMultiheadAttention
 from .side_generators import SideGenerators
+
+logger = logging.get_logger(__name__)
 
 # Options that would change a module's projections, or with which its composition would not start as the identity.
 # Differential attention is never the identity, because it normalizes the outputs of its pairs.
@@ -137,12 +140,15 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
         _auto_class = None  # code that came with `model_class` has no composed heads
         supports_paged_cache = attends_to_paged_cache = True
         code_registered = False
+        composed_before = False  # whether the configuration says so of the checkpoint
         plain_class = model_class
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-            chosen = _chosen_options(options, getattr(config, "composed_heads", None))
+            kept = getattr(config, "composed_heads", None)
+            chosen = _chosen_options(options, kept)
             config = copy.copy(config)  # the caller may make a plain model of it, too
             super().__init__(config, *args, **kwargs)
+            self.composed_before = kept is not None
             self._tp_plan = _plan_with_generators(self, compose_heads_of(self, **chosen))
             chosen.pop("implementation", None)  # of this machine, which others may not have
             self.config.composed_heads = chosen
@@ -181,6 +187,12 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
 
         def initialize_weights(self) -> None:
             """Draws the weights that a checkpoint lacks; the models within draw theirs without those of composition."""
+            if self.composed_before and _only_plain_weights_loaded(self):
+                logger.warning(
+                    f"The configuration of {self.config.name_or_path} has composed_heads, but its files lack all "
+                    "weights of the composition, as if a program had saved it that knows only the plain model. The "
+                    "composition starts as the identity."
+                )
             super().initialize_weights()
             for module in self.modules():
                 if isinstance(module, DynamicComposition):
@@ -205,6 +217,13 @@ def _share_what_names_tell(model_class: type[PreTrainedModel], composed: str) ->
         register_checkpoint_conversion_mapping(composed, conversions, overwrite=True)
     if plain in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[composed] = composed
+
+
+def _only_plain_weights_loaded(model: nn.Module) -> bool:
+    """Whether a checkpoint has filled weights of `model`, but none of its composition."""
+    filled = {name: getattr(one, "_is_hf_initialized", False) for name, one in model.named_parameters()}
+    new = [name for name in filled if "composition." in name]
+    return bool(new) and any(filled.values()) and not any(filled[name] for name in new)
 
 
 def _plan_with_generators(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:

@@ -76,7 +76,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM, compose_heads_of, with_composed_heads
-from dynattn.modeling.other_models import interface_attention
+from dynattn.modeling.other_models import compose_heads, interface_attention
 from dynattn.modeling.other_models.compose_heads import composed_name, composing_class
 from dynattn.modeling.other_models.side_generators import SideGenerators
 from dynattn.remote_code import plain_classes
@@ -338,6 +338,22 @@ def test_a_class_with_composed_heads_loads_plain_and_composed_checkpoints(tmp_pa
     for loading in (composed_class, with_composed_heads(LlamaForCausalLM)):  # the latter reads the options
         loaded = loading.from_pretrained(tmp_path / "composed", dtype=torch.float64).eval()
         torch.testing.assert_close(loaded(IDS).logits, upcycled(IDS).logits)
+
+
+def test_a_composition_that_another_program_dropped_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that merge or train models load them by Auto classes, and save the configuration as it was."""
+    told: list[str] = []
+    monkeypatch.setattr(compose_heads.logger, "warning", told.append)
+    composed_class = with_composed_heads(LlamaForCausalLM)
+    llama().save_pretrained(tmp_path / "plain")
+    model = composed_class.from_pretrained(tmp_path / "plain")
+    model.save_pretrained(tmp_path / "composed")
+    composed_class.from_pretrained(tmp_path / "composed")
+    composed_class(model.config)
+    assert not told
+    LlamaForCausalLM.from_pretrained(tmp_path / "composed").save_pretrained(tmp_path / "dropped")
+    composed_class.from_pretrained(tmp_path / "dropped")
+    assert len(told) == 1 and f"{tmp_path / 'dropped'} has composed_heads, but its files lack all weights" in told[0]
 
 
 def test_what_a_model_computes_when_it_is_loaded_is_computed_for_composed_heads_too(tmp_path: Path) -> None:
