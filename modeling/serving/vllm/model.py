@@ -18,6 +18,7 @@ from ...other_models.compose_heads import composing_class
 from ..paged_attention import LayerRows, PagedAttention
 from ..served_layers import run_on_pages, served_layers
 from .backend import ComposedPages
+from .options import is_quantized
 
 
 class ComposedForCausalLM(nn.Module):
@@ -37,8 +38,12 @@ class ComposedForCausalLM(nn.Module):
         self.paged = PagedAttention(layers.layout, self._rows_of_layer)
 
     def make_decoder(self, options: Any, implementation: str) -> Any:
-        """The model, whose weights vLLM loads unless each process has a part; `options` is vLLM's `ModelConfig`."""
-        if self.processes > 1:
+        """The model, whose weights vLLM loads if they are whole and not quantized.
+
+        Args:
+            options: vLLM's `ModelConfig`.
+        """
+        if self.processes > 1 or is_quantized(options):
             return self.load_decoder(AutoModelForCausalLM, options, attn_implementation=implementation)
         with no_init_weights():
             decoder = AutoModelForCausalLM.from_config(

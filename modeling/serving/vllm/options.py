@@ -8,6 +8,8 @@ from ..requirements import check_model
 
 # Methods of speculative decoding that draft tokens from earlier ones, without a model.
 TOKEN_DRAFTS = ("ngram", "suffix")
+# Quantized weights that Transformers loads from a checkpoint, and that vLLM lets a model load by itself.
+QUANTIZED = ("torchao",)
 
 
 class ComposedOptions(VerifyAndUpdateConfig):
@@ -37,10 +39,7 @@ class ComposedOptions(VerifyAndUpdateConfig):
                 f"data_parallel_size={parallel.data_parallel_size} beside tensor_parallel_size="
                 f"{parallel.tensor_parallel_size} is not supported with composed heads; start an engine for each copy"
             )
-        if model.quantization is not None:
-            raise ValueError(
-                f"quantization={model.quantization!r} would not be applied to models with composed heads; leave it out"
-            )
+        _check_quantization(model, parallel.tensor_parallel_size)
         if cache_dtype not in ("auto", dtype):
             raise ValueError(
                 f"kv_cache_dtype={cache_dtype!r} would round the composition factors of a {dtype} model; use 'auto'"
@@ -50,6 +49,24 @@ class ComposedOptions(VerifyAndUpdateConfig):
         for name, owner in transfers.items():
             if getattr(owner, name) is not None:
                 raise ValueError(f"{name} is set, but pages of composed heads cannot be transferred; leave it out")
+
+
+def is_quantized(model: Any) -> bool:
+    """Whether the checkpoint of vLLM's `ModelConfig` has quantized weights."""
+    return getattr(model.hf_config, "quantization_config", None) is not None
+
+
+def _check_quantization(model: Any, processes: int) -> None:
+    """Raises ValueError for weights that vLLM would quantize, or that Transformers does not load as they are."""
+    if model.quantization is None:
+        return
+    if not is_quantized(model) or model.quantization not in QUANTIZED:
+        raise ValueError(
+            f"quantization={model.quantization!r} would not be applied to models with composed heads; serve a "
+            f"checkpoint that Transformers saved with weights quantized by {' or '.join(QUANTIZED)}"
+        )
+    if processes > 1:
+        raise ValueError(f"tensor_parallel_size={processes} is not supported for quantized weights; use 1")
 
 
 def _check_drafts(speculative_config: Any) -> None:

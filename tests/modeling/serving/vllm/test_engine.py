@@ -2,6 +2,7 @@
 
 import copy
 import random
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from cases.models import make_model
 from cases.vision_models import strengthen
+from torchao.quantization import IntxWeightOnlyConfig, PerGroup
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -23,6 +25,7 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
+    TorchAoConfig,
 )
 from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -59,6 +62,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "composed in place: experts": lambda: compose(MixtralForCausalLM, MixtralConfig(**PLACED, num_local_experts=4)),
     "composed in place: a decoder within the model": lambda: compose(OPTForCausalLM, OPTConfig(**OPT)),
     "composed in place: joint projections": lambda: compose(GPT2LMHeadModel, GPT2Config(**PLACED, attn_pdrop=0.0)),
+    "quantized": lambda: quantize(make_model()),
+    "composed in place: quantized": lambda: quantize(compose(GraniteForCausalLM, GraniteConfig(**PLACED))),
 }
 # The processes of an engine divide the vocabulary, too, which Transformers before 5.23 can only do evenly.
 SPLIT: dict[str, Callable[[], PreTrainedModel]] = {
@@ -85,6 +90,14 @@ def compose(model_class: Any, config: Any) -> PreTrainedModel:
     model = with_composed_heads(model_class, compose_rank=2)(config).eval()
     strengthen(model)
     return model
+
+
+def quantize(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with linear layers of four bits."""
+    config = TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(16)))
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return type(model).from_pretrained(folder, quantization_config=config).eval()
 
 
 def make_pythia() -> DCPythiaForCausalLM:

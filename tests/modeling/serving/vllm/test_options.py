@@ -16,7 +16,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"tensor_parallel_size": 2, "data_parallel_size": 2},
         "data_parallel_size=2 beside tensor_parallel_size=2 is not supported",
     ),
-    "quantized weights": ({"quantization": "fp8", "dtype": "bfloat16"}, "quantization='fp8' would not be applied"),
+    "weights to be quantized": (
+        {"quantization": "fp8", "dtype": "bfloat16"},
+        "quantization='fp8' would not be applied.* serve a checkpoint that Transformers saved",
+    ),
+    "weights that vLLM quantized": (
+        {"hf_overrides": {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}},
+        "quantization='[a-z_]*gptq[a-z_]*' would not be applied",
+    ),
+    "quantized weights for two processes": (
+        {"hf_overrides": {"quantization_config": {"quant_method": "torchao"}}, "tensor_parallel_size": 2},
+        "tensor_parallel_size=2 is not supported for quantized weights",
+    ),
     "quantized factors": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' would round the composition factors"),
     "rounded factors": ({"kv_cache_dtype": "bfloat16"}, "of a float32 model; use 'auto'"),
     "transferred pages": (
