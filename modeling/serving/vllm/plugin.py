@@ -5,8 +5,8 @@ vLLM calls it for whatever model it serves, so it must be light and must not fai
 
 import logging
 
-# The versions that the tests run with: vLLM changes its interfaces of models and attention backends in every version.
-SUPPORTED_VERSIONS = ("0.32.",)
+# The versions that the tests were run with: vLLM changes its interfaces of models and backends in every version.
+SUPPORTED_VERSIONS = ("0.32.", "0.33.")
 SERVING = "dynattn.modeling.serving.vllm"
 
 logger = logging.getLogger(__name__)

@@ -48,12 +48,11 @@ def test_options_that_cannot_be_served(name: str, tmp_path: Any) -> None:
         EngineArgs(str(tmp_path), **given).create_engine_config()
 
 
-@pytest.mark.parametrize("method", ["draft_model", "medusa"])
-def test_models_do_not_draft(method: str, tmp_path: Any) -> None:
+def test_models_do_not_draft(tmp_path: Any) -> None:
     make_model().save_pretrained(tmp_path)
-    drafts = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}
+    drafts = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
     given = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True}
-    with pytest.raises(ValueError, match=f"method='{method}' lets a model draft tokens.* use one of the methods"):
+    with pytest.raises(ValueError, match=r"method='draft_model' lets a model draft tokens.* use one of the methods"):
         EngineArgs(str(tmp_path), speculative_config=drafts, **given).create_engine_config()
 
 
@@ -98,4 +97,4 @@ def test_other_versions_of_vllm_get_a_warning_that_names_both(
     monkeypatch.setattr(plugin, "_register_models", lambda: pytest.fail("registered"))
     with caplog.at_level(logging.WARNING):
         plugin.register()
-    assert "with vllm 0.99.1; install vllm 0.32.*" in caplog.text
+    assert "with vllm 0.99.1; install vllm 0.32.* or 0.33.*" in caplog.text
