@@ -7,7 +7,9 @@ more: what queries and keys are projected from, which hooks on the projections n
 
 import copy
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import dropwhile
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +76,22 @@ def note_key_input(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         RUNNING.call.key_input = _as_rows(inputs[0])
 
 
+NOTES = (note_query_input, note_key_input)
+
+
+def note_first(projection: nn.Module, note: Callable[..., None]) -> None:
+    """Makes `note` a hook of a projection that comes before those of others, which may change its input.
+
+    Rotations of quantization do so, and put themselves first.
+    """
+    hooks = projection._forward_pre_hooks
+    if note in hooks.values() and note not in dropwhile(NOTES.__contains__, hooks.values()):
+        return
+    for key in [key for key, hook in hooks.items() if hook is note]:
+        del hooks[key]
+    projection.register_forward_pre_hook(note, prepend=True)
+
+
 class ComposedInterfaceAttention(SideGenerators):
     """Mixed in front of an attention module of Transformers, whose forward pass then composes heads.
 
@@ -104,10 +122,10 @@ class ComposedInterfaceAttention(SideGenerators):
             self._note_inputs()
 
     def _note_inputs(self) -> None:
-        """Hooks the projections that are not hooked yet."""
-        for projection, note in zip(projections_of(self), (note_query_input, note_key_input), strict=True):
-            if projection is not None and note not in projection._forward_pre_hooks.values():
-                projection.register_forward_pre_hook(note)
+        """Hooks the projections that are not hooked yet, or behind others."""
+        for projection, note in zip(projections_of(self), NOTES, strict=True):
+            if projection is not None:
+                note_first(projection, note)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As that of the module.
@@ -116,6 +134,7 @@ class ComposedInterfaceAttention(SideGenerators):
             ValueError: the model makes masks for another kind of implementation, or the cache cannot keep factors.
         """
         check_makes_masks(self.model_config._attn_implementation)
+        self._note_inputs()  # since others may have hooked or replaced a projection meanwhile
         cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, Cache)), None)
         before, RUNNING.call = RUNNING.call, Call(self._layer_of(cache))
         try:

@@ -31,9 +31,12 @@ def projections_of(attention: nn.Module) -> tuple[Any, Any]:
 
 
 def _projection(attention: nn.Module, names: tuple[str, ...]) -> Any:
-    """The first submodule of some names, or of those of joint projections, that is a linear layer of any kind."""
-    found = (getattr(attention, name, None) for name in (*names, *JOINT_PROJECTIONS))
-    return next((one for one in found if isinstance(one, nn.Module) and _input_size(one) is not None), None)
+    """The first submodule of some names, or of those of joint projections, that is a linear layer of any kind.
+
+    It is asked for in every forward pass, and `getattr` takes longer for a name that a module does not have.
+    """
+    found = (attention._modules.get(name) for name in (*names, *JOINT_PROJECTIONS))
+    return next((one for one in found if one is not None and _input_size(one) is not None), None)
 
 
 def refuse_foreign_parts(attention: Any) -> None:

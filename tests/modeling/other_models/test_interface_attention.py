@@ -78,6 +78,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from dynattn import DCFormerConfig, DCFormerForCausalLM, compose_heads_of, with_composed_heads
 from dynattn.modeling.other_models import compose_heads, interface_attention
 from dynattn.modeling.other_models.compose_heads import composed_name, composing_class
+from dynattn.modeling.other_models.interface_modules import projections_of
 from dynattn.modeling.other_models.side_generators import SideGenerators
 from dynattn.remote_code import plain_classes
 
@@ -630,15 +631,35 @@ def test_a_projection_that_takes_anothers_place_is_noted() -> None:
         assert len(new._forward_pre_hooks) == len(replaced._forward_pre_hooks) == 1
 
 
-def test_a_projection_that_was_replaced_unnoticed_is_missed() -> None:
+def test_a_projection_that_was_replaced_unnoticed_is_noted_in_the_next_call() -> None:
     model = llama()
     compose_heads_of(model)
-    attention = model.model.layers[0].self_attn
-    attention._modules["k_proj"] = copy.deepcopy(attention.v_proj)
+    strengthen(model)
+    expected, attention = attend(model).logits, model.model.layers[0].self_attn
+    new = nn.Linear(32, 16, bias=False)
+    new.weight = attention.k_proj.weight
+    attention._modules["k_proj"] = new
+    torch.testing.assert_close(attend(model).logits, expected)
+    attention._modules["k_proj"] = nn.Sequential(nn.Linear(32, 16).double())  # does not tell its input's width
     with pytest.raises(
         ValueError, match=r"LlamaAttention attends to keys that it did not project, .*; use compose_key_wise"
     ):
         attend(model)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_inputs_of_projections_that_others_rotate_are_noted_as_they_were(family: str) -> None:
+    """As QuIP of llm-compressor does, which puts its hooks before all others, and rotates the weights back."""
+    neox = {**DECODER, "attention_dropout": 0.0}
+    model = llama() if family == "llama" else GPTNeoXForCausalLM(GPTNeoXConfig(**neox)).eval().double()
+    names = compose_heads_of(model)
+    strengthen(model)
+    expected, rotation = attend(model).logits, torch.linalg.qr(torch.randn(32, 32, dtype=torch.float64)).Q
+    for projection in {part for name in names for part in projections_of(model.get_submodule(name))}:
+        projection.weight.data = projection.weight @ rotation
+        projection.register_forward_pre_hook(lambda _, inputs: inputs[0] @ rotation, prepend=True)
+    for _ in range(2):
+        torch.testing.assert_close(attend(model).logits, expected)
 
 
 @pytest.mark.skipif(version.parse(transformers.__version__).release < (5, 24), reason="needs transformers>=5.24")
