@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch  # noqa: F401 (llm-compressor runs a copy of `forward` in this namespace, and calls torch there)
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import Cache

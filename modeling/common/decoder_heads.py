@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch  # noqa: F401 (llm-compressor runs a copy of `forward` in this namespace, and calls torch there)
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache

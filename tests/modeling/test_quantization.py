@@ -1,11 +1,15 @@
 """Quantized models: they load, generate, save and load again, and what composes their heads stays as it was."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases.models import make_model
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -13,6 +17,7 @@ from transformers import (
     DynamicCache,
     EncoderDecoderCache,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     TorchAoConfig,
     cache_utils,
 )
@@ -84,6 +89,34 @@ def test_a_quantized_model_is_saved_loaded_and_generates(family: str, way: str, 
     exact, observed = full(ids).logits, again(ids).logits
     assert 0 < (observed - exact).abs().max() < exact.abs().max()
     assert again.generate(ids, max_new_tokens=4, min_new_tokens=4).shape == (2, 16)
+
+
+@pytest.mark.parametrize("family", ["dcformer", "dcpythia"])
+def test_copies_of_forward_passes_find_torch(family: str) -> None:
+    """llm-compressor traces copies of their code, to which it adds `torch.fx.wrap`, in the originals' namespaces."""
+    model: Any = make(family)
+    for module in (model, model.model):
+        assert inspect.unwrap(type(module).forward).__globals__["torch"] is torch
+
+
+@pytest.mark.parametrize("family", ["dcformer", "dcpythia"])
+@torch.no_grad()
+def test_llm_compressor_calibrates_layer_by_layer(family: str, tmp_path: Path) -> None:
+    compressor = pytest.importorskip("llmcompressor")
+    recipe = compressor.modifiers.quantization.GPTQModifier(scheme="W8A8", ignore=["lm_head"])
+    make(family).save_pretrained(tmp_path / "full")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel())).save_pretrained(tmp_path / "full")
+    full = AutoModelForCausalLM.from_pretrained(tmp_path / "full")
+    ids = torch.randint(1, 97, (8, 12))
+    exact, weights = full(ids).logits, {name: p.clone() for name, p in full.named_parameters() if "composition" in name}
+    samples = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+    compressor.oneshot(model=full, recipe=recipe, dataset=samples, max_seq_length=12, pipeline="sequential")
+    full.save_pretrained(tmp_path / "small")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    parameters = dict(again.named_parameters())
+    assert all(torch.equal(parameters[name], weight) for name, weight in weights.items())
+    assert 0 < (again(ids).logits - exact).abs().max() < 0.5 * exact.abs().max()
+    assert again.generate(ids, max_new_tokens=4, min_new_tokens=4).shape == (8, 16)
 
 
 FULL_LAYERS = {"layer_types": ["full_attention"] * 3}
