@@ -8,8 +8,9 @@ from ..requirements import check_model
 
 # Methods of speculative decoding that draft tokens from earlier ones, without a model.
 TOKEN_DRAFTS = ("ngram", "suffix")
-# Quantized weights that Transformers loads from a checkpoint, and that vLLM lets a model load by itself.
-QUANTIZED = ("torchao",)
+# Ways to quantize weights that Transformers loads from a checkpoint, and that vLLM lets a model load by itself. The
+# second is that of llm-compressor.
+QUANTIZED = ("torchao", "compressed-tensors")
 
 
 class ComposedOptions(VerifyAndUpdateConfig):

@@ -20,15 +20,17 @@ if find_spec("vllm") is None:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Starts `vllm.LLM` with a model and options; the engine ends with the test."""
+    """Starts `vllm.LLM` with a model, or the folder of one, and options; the engine ends with the test."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    def start(model: PreTrainedModel, **options: Any) -> LLM:
-        model.save_pretrained(tmp_path)
+    def start(model: PreTrainedModel | Path, **options: Any) -> LLM:
+        folder = model if isinstance(model, Path) else tmp_path
+        if not isinstance(model, Path):
+            model.save_pretrained(folder)
         defaults = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "disable_log_stats": False}
         defaults["kv_cache_memory_bytes"] = 1 << 28
-        return LLM(str(tmp_path), **{**defaults, **options})
+        return LLM(str(folder), **{**defaults, **options})
 
     yield start
     cleanup_dist_env_and_memory()

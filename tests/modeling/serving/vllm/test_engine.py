@@ -4,12 +4,15 @@ import copy
 import random
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases.models import make_model
 from cases.vision_models import strengthen
+from safetensors.torch import save_file
+from torch import nn
 from torchao.quantization import IntxWeightOnlyConfig, PerGroup
 from transformers import (
     DeepseekV3Config,
@@ -158,6 +161,27 @@ def test_tokens_are_those_of_generate(name: str, start: Callable[..., LLM]) -> N
     model, prompts = MODELS[name](), make_prompts(count=12, longest=100)
     llm = start(model, max_num_batched_tokens=64, max_num_seqs=8)
     assert served(llm, prompts) == expected(model, prompts)
+
+
+@torch.no_grad()
+def test_weights_of_eight_bits_with_scales_are_served(tmp_path: Path, start: Callable[..., LLM]) -> None:
+    """As llm-compressor saves them."""
+    model, prompts, folder = make_model(), make_prompts(count=12, longest=100), tmp_path / "fp8"
+    groups = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+    settings = {"format": "float-quantized", "config_groups": {"group_0": groups}, "ignore": ["lm_head"]}
+    settings |= {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
+    model.save_pretrained(folder)
+    model.config.quantization_config = settings
+    model.config.save_pretrained(folder)
+    tensors = model.state_dict()
+    for name, layer in model.model.named_modules(prefix="model"):
+        if isinstance(layer, nn.Linear):
+            scale = layer.weight.abs().amax(1, keepdim=True) / 448
+            rounded = (layer.weight / scale).to(torch.float8_e4m3fn)
+            tensors |= {f"{name}.weight": rounded, f"{name}.weight_scale": scale}
+            layer.weight = nn.Parameter(rounded.float() * scale)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert served(start(folder), prompts) == expected(model, prompts)
 
 
 @pytest.mark.parametrize("name", SPLIT)
