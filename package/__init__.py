@@ -60,7 +60,8 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     from dynattn.modeling.ops.dcmha.composition import Composition
     from dynattn.modeling.ops.dcmha.eager import AttentionMaps
     from dynattn.modeling.ops.relative.attention import relative_attention
-    from dynattn.modeling.other_models.compose_heads import compose_heads_of, with_composed_heads
+    from dynattn.modeling.other_models.compose_heads import compose_heads_of
+    from dynattn.modeling.other_models.composed_classes import with_composed_heads
     from dynattn.modeling.other_models.multihead_attention import ComposedMultiheadAttention
     from dynattn.modeling.parallel.context_parallel import ContextParallel
 
@@ -127,7 +128,7 @@ _MODULES = {
     "ContextParallel": "dynattn.modeling.parallel.context_parallel",
     "add_map_hooks": "dynattn.modeling.inspection.map_hooks",
     "compose_heads_of": "dynattn.modeling.other_models.compose_heads",
-    "with_composed_heads": "dynattn.modeling.other_models.compose_heads",
+    "with_composed_heads": "dynattn.modeling.other_models.composed_classes",
     "dcmha_attention": "dynattn.modeling.ops.dcmha.attention",
     "edit_cache": "dynattn.modeling.generation.cache_edit",
     "keep_attention_outputs": "dynattn.modeling.common.activation_checkpointing",

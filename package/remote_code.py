@@ -19,7 +19,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dynattn import __version__, with_composed_heads
-from dynattn.modeling.other_models.compose_heads import composed_name, plain_models
+from dynattn.modeling.other_models.composed_classes import composed_name, plain_models
 
 PACKAGE = __name__.partition(".")[0]
 # The package in which Transformers puts code that it loads from a checkpoint's folder.

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dynattn.modeling.other_models.compose_heads import composing_class
+from dynattn.modeling.other_models.composed_classes import composing_class
 
 from .checkpoint_files import check_has_config
 from .errors import UserError, first_line, refusal_of

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from dynattn.families import FAMILIES
-from dynattn.modeling.other_models.compose_heads import composing_class
+from dynattn.modeling.other_models.composed_classes import composing_class
 from dynattn.modeling.positions.rotary import batch_dependent_rope
 
 from ..common.checkpoint_files import read_config

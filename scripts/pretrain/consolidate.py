@@ -99,7 +99,7 @@ def read_model(source: Path, *, averaged: bool = False) -> "PreTrainedModel":
     import torch
     from transformers import CONFIG_MAPPING
 
-    from dynattn.modeling.other_models.compose_heads import composing_class
+    from dynattn.modeling.other_models.composed_classes import composing_class
 
     from .model_config import AUTO_CLASSES
     from .outputs import checkpoint

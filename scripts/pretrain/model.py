@@ -16,7 +16,7 @@ from dynattn.modeling.layers.differential_heads import DifferentialHeads
 from dynattn.modeling.layers.head_composition import DynamicComposition
 from dynattn.modeling.ops.dcmha.attention import default_implementation
 from dynattn.modeling.ops.dcmha.triton.kernels.registry import load_kernels
-from dynattn.modeling.other_models.compose_heads import composing_class
+from dynattn.modeling.other_models.composed_classes import composing_class
 from dynattn.modeling.other_models.interface_attention import check_makes_masks
 
 from ..common.checkpoint_loading import check_loaded

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dynattn.families import FAMILIES, family_of
-from dynattn.modeling.other_models.compose_heads import with_composed_heads
+from dynattn.modeling.other_models.composed_classes import with_composed_heads
 from dynattn.remote_code import plain_classes, registered_classes, root_of, travels
 
 from ..common.checkpoint_files import COMPANION_PATTERNS, TOKENIZER_PATTERNS, check_sizes, matching_files, read_config

@@ -11,7 +11,7 @@ from transformers.cli.serving.model_manager import ModelManager, split_revision
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from dynattn.modeling.layers.attention_interface import registered_implementations
-from dynattn.modeling.other_models.compose_heads import composed_name, with_composed_heads
+from dynattn.modeling.other_models.composed_classes import composed_name, with_composed_heads
 from dynattn.remote_code import plain_classes
 
 from ..common.checkpoint_loading import find_device

@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_world_group
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
-from ...other_models.compose_heads import composing_class
+from ...other_models.composed_classes import composing_class
 from ..paged_attention import LayerRows, PagedAttention
 from ..served_layers import run_on_pages, served_layers
 from .backend import ComposedPages

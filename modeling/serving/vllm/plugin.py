@@ -35,7 +35,7 @@ def _register_models() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from dynattn.families import FAMILIES
-    from dynattn.modeling.other_models.compose_heads import composed_name
+    from dynattn.modeling.other_models.composed_classes import composed_name
 
     from .options import ComposedOptions
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from dynattn.modeling.other_models.compose_heads import composing_class
+from dynattn.modeling.other_models.composed_classes import composing_class
 
 from ...common.atomic_folder import staged_folder
 from ...common.checkpoint_files import TOKENIZER_PATTERNS, matching_files

@@ -76,8 +76,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM, compose_heads_of, with_composed_heads
-from dynattn.modeling.other_models import compose_heads, interface_attention
-from dynattn.modeling.other_models.compose_heads import composed_name, composing_class
+from dynattn.modeling.other_models import composed_classes, interface_attention
+from dynattn.modeling.other_models.composed_classes import composed_name, composing_class
 from dynattn.modeling.other_models.interface_modules import projections_of
 from dynattn.modeling.other_models.side_generators import SideGenerators
 from dynattn.remote_code import plain_classes
@@ -344,7 +344,7 @@ def test_a_class_with_composed_heads_loads_plain_and_composed_checkpoints(tmp_pa
 def test_a_composition_that_another_program_dropped_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that merge or train models load them by Auto classes, and save the configuration as it was."""
     told: list[str] = []
-    monkeypatch.setattr(compose_heads.logger, "warning", told.append)
+    monkeypatch.setattr(composed_classes.logger, "warning", told.append)
     composed_class = with_composed_heads(LlamaForCausalLM)
     llama().save_pretrained(tmp_path / "plain")
     model = composed_class.from_pretrained(tmp_path / "plain")

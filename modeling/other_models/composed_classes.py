@@ -1,0 +1,191 @@
+"""Classes of models of Transformers with composed heads, and which one a configuration asks for."""
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.conversion_mapping import (
+    USER_REGISTERED_MAPPINGS,
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from ...configuration.multihead_config import MultiheadConfig
+from ...configuration.portable_config import PortableConfig, writes_its_code
+from ..layers.head_composition import DynamicComposition, init_composition
+from ..layers.tensor_parallel import plan_composed_attention
+from ..serving.batched_generation import BatchedGeneration
+from .compose_heads import compose_heads_of, listed_names
+
+logger = logging.get_logger(__name__)
+
+# Options that a model may have otherwise than the one whose configuration and weights it loads.
+OWN_OPTIONS = ("implementation", "dropout", "compose_dropout", "compose_init_scale")
+# Options that change outputs, but no weights by which a difference would be noticed.
+UNSEEN_OPTIONS = ("compose_act", "compose_norm_eps")
+
+
+def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> type[PreTrainedModel]:
+    """Returns a subclass of a model class of Transformers, to whose models `compose_heads_of` adds composed heads.
+
+    Its `from_pretrained` loads checkpoints that its `save_pretrained` wrote, and plain ones of `model_class`: then the
+    composition starts as the identity, and Transformers names its weights as new. The field `composed_heads` of the
+    configuration keeps the options, but for `implementation`.
+
+    Args:
+        options: as those of `compose_heads_of`, `names` included. Those in the configuration need not be given, and may
+            not be changed, apart from `OWN_OPTIONS`.
+
+    ```python
+    >>> ComposedLlama = dynattn.with_composed_heads(LlamaForCausalLM, compose_rank=2)
+    >>> model = ComposedLlama.from_pretrained("a/llama")  # doctest: +SKIP
+    ```
+    """
+    if (names := options.get("names")) is not None:
+        options["names"] = listed_names(names)  # for several models, and for the configuration's file
+    served = (BatchedGeneration,) if issubclass(model_class, GenerationMixin) else ()
+
+    class Composed(*served, model_class):  # type: ignore[misc, valid-type]
+        _auto_class = None  # code that came with `model_class` has no composed heads
+        supports_paged_cache = attends_to_paged_cache = True
+        code_registered = False
+        composed_before = False  # whether the configuration says so of the checkpoint
+        plain_class = model_class
+
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            kept = getattr(config, "composed_heads", None)
+            chosen = _chosen_options(options, kept)
+            config = copy.copy(config)  # the caller may make a plain model of it, too
+            super().__init__(config, *args, **kwargs)
+            self.composed_before = kept is not None
+            self._tp_plan = _plan_with_generators(self, compose_heads_of(self, **chosen))
+            chosen.pop("implementation", None)  # of this machine, which others may not have
+            self.config.composed_heads = chosen
+
+        @classmethod
+        def from_config(cls, config: Any, **kwargs: Any) -> PreTrainedModel:
+            """A new model, as the Auto classes make it."""
+            return cls._from_config(config, **kwargs)
+
+        @classmethod
+        def is_custom_code(cls) -> bool:
+            """As the plain class: Transformers fills no buffers of other code from modules that have no weights."""
+            return model_class.is_custom_code()
+
+        @classmethod
+        def _can_set_experts_implementation(cls) -> bool:
+            """As the plain class, whose module Transformers searches for experts; here it would search this module."""
+            return model_class._can_set_experts_implementation()
+
+        @classmethod
+        def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+            """As in Transformers: models are saved with their code; that of the installed package is written below."""
+            if writes_its_code(cls):
+                cls.code_registered = True
+            else:
+                super().register_for_auto_class(auto_class)
+
+        def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
+            """As in Transformers; with an `auto_map`, the code that it names is written, too."""
+            writer = PortableConfig.code_writer
+            with_code = self.code_registered or getattr(self.config, "auto_map", None)
+            if writer is not None and is_main_process and with_code:
+                self.config.architectures = [composed_name(model_class.__name__)]
+                writer(self.config, Path(save_directory))
+            super().save_pretrained(save_directory, is_main_process, **kwargs)
+
+        def initialize_weights(self) -> None:
+            """Draws the weights that a checkpoint lacks; the models within draw theirs without those of composition."""
+            if self.composed_before and _only_plain_weights_loaded(self):
+                logger.warning(
+                    f"The configuration of {self.config.name_or_path} has composed_heads, but its files lack all "
+                    "weights of the composition, as if a program had saved it that knows only the plain model. The "
+                    "composition starts as the identity."
+                )
+            super().initialize_weights()
+            for module in self.modules():
+                if isinstance(module, DynamicComposition):
+                    init_composition(module, scale=0.0)
+
+    Composed.__name__ = Composed.__qualname__ = composed_name(model_class.__name__)
+    Composed.__doc__ = f"A `{model_class.__name__}` with composed heads."
+    _share_what_names_tell(model_class, Composed.__name__)
+    return Composed
+
+
+def _share_what_names_tell(model_class: type[PreTrainedModel], composed: str) -> None:
+    """Gives the class named `composed` what Transformers looks up by the name of its plain class.
+
+    That is how files of checkpoints name its weights, and whether the Trainer shifts labels that it smooths.
+    """
+    plain = model_class.__name__
+    conversions = get_checkpoint_conversion_mapping(plain)
+    # Code of others may use the name of a class of Transformers, whose names of weights are not those of its own files.
+    is_meant = not model_class.is_custom_code() or plain in USER_REGISTERED_MAPPINGS
+    if conversions is not None and is_meant:
+        register_checkpoint_conversion_mapping(composed, conversions, overwrite=True)
+    if plain in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[composed] = composed
+
+
+def _only_plain_weights_loaded(model: nn.Module) -> bool:
+    """Whether a checkpoint has filled weights of `model`, but none of its composition."""
+    filled = {name: getattr(one, "_is_hf_initialized", False) for name, one in model.named_parameters()}
+    new = [name for name in filled if "composition." in name]
+    return bool(new) and any(filled.values()) and not any(filled[name] for name in new)
+
+
+def _plan_with_generators(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """The plan for tensor parallelism of a model whose attention modules `names` now compose heads."""
+    plan = model.tp_plan or {}
+    for name in names:
+        plan = plan_composed_attention(plan, name, model.get_submodule(name))
+    return plan
+
+
+def _chosen_options(given: dict[str, Any], kept: Any) -> dict[str, Any]:
+    """The options of a model: those `kept` in its configuration, if there are any, and those `given` besides.
+
+    Raises:
+        ValueError: the configuration has something else than options, or others than are given.
+    """
+    if kept is None:
+        return dict(given)
+    if not isinstance(kept, dict):
+        raise ValueError(f"composed_heads ({kept}) must be options of compose_heads_of, or {{}} for its defaults")
+    known = {**{name: getattr(MultiheadConfig, name) for name in UNSEEN_OPTIONS}, **kept}
+    if changed := [name for name in given if name not in OWN_OPTIONS and given[name] != known.get(name, given[name])]:
+        asked = {name: given[name] for name in changed}
+        raise ValueError(
+            f"options {asked} differ from composed_heads ({kept}) of the configuration, with which its weights were "
+            "trained; leave them out"
+        )
+    return {**kept, **given}
+
+
+def composed_name(plain: str) -> str:
+    """The name of the class that `with_composed_heads` makes of one called `plain`."""
+    return f"Composed{plain}"
+
+
+def composing_class(auto_class: Any, config: Any) -> Any:
+    """The Auto class itself, or for a configuration with `composed_heads` the class of its models, with those heads.
+
+    Both have `from_pretrained` and `from_config`. An Auto class that does not know the configuration refuses it there.
+    """
+    if getattr(config, "composed_heads", None) is None or type(config) not in auto_class._model_mapping:
+        return auto_class
+    classes = plain_models(auto_class, type(config))
+    named = [one for one in classes if composed_name(one.__name__) in (config.architectures or ())]
+    return with_composed_heads([*named, *classes][0])
+
+
+def plain_models(auto_class: Any, config_class: type) -> list[Any]:
+    """What an Auto class returns for a configuration, or the plain class of one with composed heads."""
+    known = auto_class._model_mapping[config_class]
+    return [getattr(one, "plain_class", one) for one in (known if isinstance(known, tuple | list) else [known])]
