@@ -275,7 +275,7 @@ def attend_with_composed_heads(
     if s_aux is not None:
         query, key, value = with_sink_key(query, key, value, s_aux, scaling)
         mask = with_visible_sink(mask)
-    calls = {} if pre is None and post is None else {"pre": pre, "post": post}
+    calls: dict[str, Any] = {} if pre is None and post is None else {"pre": pre, "post": post}
     if key_source is not None:
         calls |= {"key_source": key_source, "sliding_window": options.get("sliding_window")}
     output, maps = _call_op(module, (query, key, value), mask, scaling=scaling, is_causal=is_causal, **calls)
