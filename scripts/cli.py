@@ -30,6 +30,7 @@ JOBS = CommandTable(
         "evaluate": ("dynattn.scripts.evaluate.main", "score a checkpoint with lm-eval-harness"),
         "lm-eval": ("dynattn.scripts.evaluate.lm_eval_cli", "run lm_eval with this package's model types and tasks"),
         "serve": ("dynattn.scripts.serve.main", "run transformers serve with this package's model types"),
+        "run": ("dynattn.scripts.run.main", "run another package's command with this package's model types"),
         "convert": ("dynattn.scripts.convert.main", "turn checkpoints of other code into this package's, and back"),
         "benchmark": (
             "dynattn.scripts.benchmark.main",

@@ -32,7 +32,7 @@ complete -c dynattn -a "(dynattn completion --words (commandline -opc)[2..])\"""
 }
 
 # Commands of other packages: their help takes seconds, so they are not completed.
-OTHERS = ("lm-eval", "serve")
+OTHERS = ("lm-eval", "serve", "run")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -27,6 +27,7 @@ LEVELS = (
         "scripts.benchmark",
         "scripts.doctor",
         "scripts.serve",
+        "scripts.run",
         "scripts.inspect",
         "scripts.export",
         "scripts.report",

@@ -33,6 +33,7 @@ ROWS = (
     "3.12/2.15/5.23",
     "3.13/2.12/5.20",
     "3.13/2.13/5.24",
+    "3.14/2.15/5.24",
 )
 TOOLS = ("pytest>=9.0", "peft>=0.18", "hypothesis>=6.150", "setuptools>=77")
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "numpy", "triton")

@@ -1,0 +1,1 @@
+"""`dynattn run`: commands of other packages, whose Python processes know the models of this one."""
