@@ -9,7 +9,7 @@ import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import dropwhile
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +85,7 @@ def note_first(projection: nn.Module, note: Callable[..., None]) -> None:
     Rotations of quantization do so, and put themselves first.
     """
     hooks = projection._forward_pre_hooks
-    if note in hooks.values() and note not in dropwhile(NOTES.__contains__, hooks.values()):
+    if note in takewhile(NOTES.__contains__, hooks.values()):  # a joint projection has both notes
         return
     for key in [key for key, hook in hooks.items() if hook is note]:
         del hooks[key]
