@@ -149,6 +149,8 @@ def plan_composition(adapter: Adapter, name: str, attention: Any, options: dict[
     across = compose.pop("cross_attention", choices.crosses)
     resolve_implementation(choices.implementation, composed=True)
     width, key_width, heads = adapter.sizes(attention)
+    if heads == 1:
+        raise ValueError("attention with one head has none to compose it with; leave it out by names=[...]")
     weights = sorted(attention.parameters(), key=torch.numel, reverse=True)  # a projection first
     dtype = next((one.dtype for one in weights if one.is_floating_point()), torch.get_default_dtype())
     planned = SideGenerators()

@@ -182,7 +182,7 @@ class ComposedInterfaceAttention(SideGenerators):
         """The factors of a call's queries, and of all keys; those of new keys are added to the cache."""
         assert self.composition is not None and call.query_input is not None
         if call.key_input is not None:
-            factors = self.generate(call.query_input, call.key_input)
+            factors = self.generate(call.query_input, _joined_rows(call.key_input, len(call.query_input)))
             if call.cache_layer is None or (new := factors.keys) is None:
                 return factors
             if not call.cache_layer.lacks_factors:
@@ -311,6 +311,11 @@ def check_makes_masks(implementation: str | None) -> None:
 def _as_rows(states: Tensor) -> Tensor:
     """States `[B, .., E]` as `[B, T, E]`, the same object if they are so already."""
     return states.flatten(1, -2) if states.ndim > 3 else states
+
+
+def _joined_rows(states: Tensor, batch: int) -> Tensor:
+    """States `[B * n, S, E]` as `[B, n * S, E]`, as Mllama joins the tiles of a picture; the same object if n is 1."""
+    return states if len(states) == batch or len(states) % batch else states.reshape(batch, -1, states.shape[-1])
 
 
 def _refuse_options(

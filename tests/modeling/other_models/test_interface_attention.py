@@ -284,17 +284,35 @@ def test_a_position_bias_over_a_static_cache_that_is_longer_than_the_prompt() ->
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-@torch.no_grad()
-def test_attention_that_is_causal_over_fewer_keys_stays_so() -> None:
-    """Without a mask, SDPA takes the cross-attention of Mllama, which does not say whether it is causal, for causal."""
+def mllama() -> PreTrainedModel:
+    """A decoder whose second layer attends to a picture."""
     torch.manual_seed(0)
     fields = {**DECODER, "num_key_value_heads": 2, "cross_attention_layers": [1]}
     model = MllamaForCausalLM(MllamaTextConfig(**fields)).eval()
-    model.model.layers[1].cross_attn_attn_gate.fill_(1.0)
+    torch.nn.init.ones_(model.model.layers[1].cross_attn_attn_gate)
+    return model
+
+
+@torch.no_grad()
+def test_attention_that_is_causal_over_fewer_keys_stays_so() -> None:
+    """Without a mask, SDPA takes the cross-attention of Mllama, which does not say whether it is causal, for causal."""
+    model = mllama()
     given = {"input_ids": IDS, "cross_attention_states": torch.randn(2, 6, 32), "use_cache": False}
     expected = model(**given).logits
     assert compose_heads_of(model) == ["model.layers.0.self_attn", "model.layers.1.cross_attn"]
     torch.testing.assert_close(model(**given).logits, expected, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_the_tiles_of_a_picture_are_keys_of_one_row() -> None:
+    """Mllama projects each tile as a row of its own, and attends to all tiles of a picture at once."""
+    model = mllama()
+    compose_heads_of(model)
+    strengthen(model)
+    picture = torch.randn(2, 6, 32)
+    given = {"input_ids": IDS, "use_cache": False}
+    tiled = model(**given, cross_attention_states=picture.reshape(4, 3, 32)).logits
+    torch.testing.assert_close(tiled, model(**given, cross_attention_states=picture).logits)
 
 
 def test_models_without_sdpa_stay_bidirectional() -> None:
@@ -556,6 +574,7 @@ def attend(model: PreTrainedModel, **options: Any) -> Any:
 GEMMA2 = {**GEMMA, "attn_logit_softcapping": 20.0}
 UNFIT: dict[str, tuple[Any, Any, str]] = {
     "soft caps": (Gemma2ForCausalLM, lambda: Gemma2Config(**GEMMA2), "attention with soft caps cannot have composed"),
+    "one head": (LlamaForCausalLM, lambda: LlamaConfig(**DECODER | {"num_attention_heads": 1}), "attention with one"),
 }
 
 
