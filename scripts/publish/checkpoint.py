@@ -88,7 +88,7 @@ def read_checkpoint(path: str) -> Checkpoint:
             f"{' or '.join(INPUTS)} can be verified; its own `push_to_hub` needs no code: dynattn.with_composed_heads "
             "loads it"
         )
-    tokenizer = _load_tokenizer(folder, rows=getattr(config, "vocab_size", 0))
+    tokenizer = _load_tokenizer(folder, rows=getattr(config.get_text_config(), "vocab_size", 0))
     patterns = (*COMPANION_PATTERNS, *PICTURES, *(TOKENIZER_PATTERNS if tokenizer is not None else ()))
     modules = module_files(folder)
     files = list(dict.fromkeys([*weight_files, *matching_files(folder, patterns), *modules]))

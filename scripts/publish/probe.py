@@ -202,8 +202,9 @@ def _target(model: Any, tokens: Tensor) -> dict[str, Tensor]:
 
 def _measure_images(model: Any) -> dict[str, Tensor]:
     """First outputs for random images `[B, C, h, w]`, and if the model takes them of twice as many patches each way."""
-    generator, channels = torch.Generator().manual_seed(0), model.config.num_channels
-    height, width = _image_shape(model.config)
+    config = getattr(model.config, "vision_config", model.config)  # a part, if the model could read texts, too
+    generator, channels = torch.Generator().manual_seed(0), getattr(config, "num_channels", 3)
+    height, width = _image_shape(config)
     pixels = torch.randn(ROWS, channels, height, width, generator=generator)
     answers = {"plain": model(pixels)[0]}
     if "interpolate_pos_encoding" in signature(model.forward).parameters:

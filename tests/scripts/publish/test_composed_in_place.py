@@ -14,12 +14,17 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
+    CLIPVisionConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedModel,
+    SiglipConfig,
+    SiglipForImageClassification,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -134,6 +139,18 @@ def test_models_of_other_kinds_work_without_the_package(
     save_composed(tmp_path / "tiny", model_class, config)
     assert main(["publish", str(tmp_path / "tiny")]) == 0
     assert f"without the package: {answers}" in capsys.readouterr().out
+
+
+def test_the_parts_of_a_configuration_tell_the_tokens_and_the_pictures(tmp_path: Path) -> None:
+    """Of a model that reads both, and of a classifier whose configuration is that of such a model."""
+    vision = {**SIZES, "image_size": 16, "patch_size": 4, "num_channels": 1}
+    llava = LlavaConfig(text_config=LlamaConfig(**TEXTS), vision_config=CLIPVisionConfig(**vision))
+    save_composed(tmp_path / "both", LlavaForConditionalGeneration, llava)
+    save_tokenizer(tmp_path / "both")
+    assert read_checkpoint(str(tmp_path / "both")).tokenizer is not None
+    siglip = SiglipConfig(text_config={**SIZES, "vocab_size": 300}, vision_config=vision)
+    save_composed(tmp_path / "pictures", SiglipForImageClassification, siglip)
+    assert answers_with_package(read_checkpoint(str(tmp_path / "pictures")))["plain"].shape == (3, 2)
 
 
 def test_what_cannot_be_published_is_told_so(original: Path, tmp_path: Path) -> None:
