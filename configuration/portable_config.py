@@ -37,7 +37,7 @@ class PortableConfig(PreTrainedConfig):
     # Writes the code files of a configuration into a folder. The installed package sets it; in remote code it stays
     # None, because there Transformers copies the files.
     code_writer: ClassVar[Callable[[PreTrainedConfig, Path], object] | None] = None
-    # Whether that is done for every checkpoint, with code or without (see `register_for_auto_class`).
+    # Whether every checkpoint gets its code, also one that was loaded without (see `register_for_auto_class`).
     code_registered: ClassVar[bool] = False
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}
     # Outputs that a Trainer does not collect in evaluation, where a model has them: its cache, by either name.

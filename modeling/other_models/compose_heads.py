@@ -4,14 +4,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
-from transformers.utils import logging
 
 from ..layers.head_composition import init_composition
 from .adapters import ADAPTERS, adapter_of, plan_composition
 from .multihead_attention import ComposedMultiheadAttention
 from .side_generators import SideGenerators
-
-logger = logging.get_logger(__name__)
 
 # Options that would change a module's projections, or with which its composition would not start as the identity.
 # Differential attention is never the identity, because it normalizes the outputs of its pairs.
