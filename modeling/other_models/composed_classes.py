@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
@@ -49,73 +49,80 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
     if (names := options.get("names")) is not None:
         options["names"] = listed_names(names)  # for several models, and for the configuration's file
     served = (BatchedGeneration,) if issubclass(model_class, GenerationMixin) else ()
+    name = composed_name(model_class.__name__)
+    members = {
+        "__doc__": f"A `{model_class.__name__}` with composed heads.",
+        "plain_class": model_class,
+        "given_options": options,
+    }
+    _share_what_names_tell(model_class, name)
+    return type(name, (ComposedModel, *served, model_class), members)
 
-    class Composed(*served, model_class):  # type: ignore[misc, valid-type]
-        _auto_class = None  # code that came with `model_class` has no composed heads
-        supports_paged_cache = attends_to_paged_cache = True
-        code_registered = False
-        composed_before = False  # whether the configuration says so of the checkpoint
-        plain_class = model_class
 
-        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-            kept = getattr(config, "composed_heads", None)
-            chosen = _chosen_options(options, kept)
-            config = copy.copy(config)  # the caller may make a plain model of it, too
-            super().__init__(config, *args, **kwargs)
-            self.composed_before = kept is not None
-            self._tp_plan = _plan_with_generators(self, compose_heads_of(self, **chosen))
-            chosen.pop("implementation", None)  # of this machine, which others may not have
-            self.config.composed_heads = chosen
+class ComposedModel(PreTrainedModel):
+    """What `with_composed_heads` adds to a class of models: it composes heads, and keeps the options of that."""
 
-        @classmethod
-        def from_config(cls, config: Any, **kwargs: Any) -> PreTrainedModel:
-            """A new model, as the Auto classes make it."""
-            return cls._from_config(config, **kwargs)
+    plain_class: ClassVar[type[PreTrainedModel]]
+    given_options: ClassVar[dict[str, Any]]
+    _auto_class = None  # code that came with the plain class has no composed heads
+    supports_paged_cache = attends_to_paged_cache = True
+    code_registered = False
+    composed_before = False  # whether the configuration says so of the checkpoint
 
-        @classmethod
-        def is_custom_code(cls) -> bool:
-            """As the plain class: Transformers fills no buffers of other code from modules that have no weights."""
-            return model_class.is_custom_code()
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        kept = getattr(config, "composed_heads", None)
+        chosen = _chosen_options(self.given_options, kept)
+        config = copy.copy(config)  # the caller may make a plain model of it, too
+        super().__init__(config, *args, **kwargs)
+        self.composed_before = kept is not None
+        self._tp_plan = _plan_with_generators(self, compose_heads_of(self, **chosen))
+        chosen.pop("implementation", None)  # of this machine, which others may not have
+        self.config.composed_heads = chosen
 
-        @classmethod
-        def _can_set_experts_implementation(cls) -> bool:
-            """As the plain class, whose module Transformers searches for experts; here it would search this module."""
-            return model_class._can_set_experts_implementation()
+    @classmethod
+    def from_config(cls, config: Any, **kwargs: Any) -> PreTrainedModel:
+        """A new model, as the Auto classes make it."""
+        return cls._from_config(config, **kwargs)
 
-        @classmethod
-        def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-            """As in Transformers: models are saved with their code; that of the installed package is written below."""
-            if writes_its_code(cls):
-                cls.code_registered = True
-            else:
-                super().register_for_auto_class(auto_class)
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """As the plain class: Transformers fills no buffers of other code from modules that have no weights."""
+        return cls.plain_class.is_custom_code()
 
-        def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
-            """As in Transformers; with an `auto_map`, the code that it names is written, too."""
-            writer = PortableConfig.code_writer
-            with_code = self.code_registered or getattr(self.config, "auto_map", None)
-            if writer is not None and is_main_process and with_code:
-                self.config.architectures = [composed_name(model_class.__name__)]
-                writer(self.config, Path(save_directory))
-            super().save_pretrained(save_directory, is_main_process, **kwargs)
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """As the plain class, whose module Transformers searches for experts; here it would search this module."""
+        return cls.plain_class._can_set_experts_implementation()
 
-        def initialize_weights(self) -> None:
-            """Draws the weights that a checkpoint lacks; the models within draw theirs without those of composition."""
-            if self.composed_before and _only_plain_weights_loaded(self):
-                logger.warning(
-                    f"The configuration of {self.config.name_or_path} has composed_heads, but its files lack all "
-                    "weights of the composition, as if a program had saved it that knows only the plain model. The "
-                    "composition starts as the identity."
-                )
-            super().initialize_weights()
-            for module in self.modules():
-                if isinstance(module, DynamicComposition):
-                    init_composition(module, scale=0.0)
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """As in Transformers: models are saved with their code; that of the installed package is written below."""
+        if writes_its_code(cls):
+            cls.code_registered = True
+        else:
+            super().register_for_auto_class(auto_class)
 
-    Composed.__name__ = Composed.__qualname__ = composed_name(model_class.__name__)
-    Composed.__doc__ = f"A `{model_class.__name__}` with composed heads."
-    _share_what_names_tell(model_class, Composed.__name__)
-    return Composed
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
+        """As in Transformers; with an `auto_map`, the code that it names is written, too."""
+        writer = PortableConfig.code_writer
+        with_code = self.code_registered or getattr(self.config, "auto_map", None)
+        if writer is not None and is_main_process and with_code:
+            self.config.architectures = [composed_name(self.plain_class.__name__)]
+            writer(self.config, Path(save_directory))
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+
+    def initialize_weights(self) -> None:
+        """Draws the weights that a checkpoint lacks; the models within draw theirs without those of composition."""
+        if self.composed_before and _only_plain_weights_loaded(self):
+            logger.warning(
+                f"The configuration of {self.config.name_or_path} has composed_heads, but its files lack all "
+                "weights of the composition, as if a program had saved it that knows only the plain model. The "
+                "composition starts as the identity."
+            )
+        super().initialize_weights()
+        for module in self.modules():
+            if isinstance(module, DynamicComposition):
+                init_composition(module, scale=0.0)
 
 
 def _share_what_names_tell(model_class: type[PreTrainedModel], composed: str) -> None:

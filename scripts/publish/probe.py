@@ -51,9 +51,10 @@ def measure(model: Any, tokenizer: Any = None) -> dict[str, Tensor]:
         mask[row, : (row + (len(tokens) == 1)) * tokens.shape[1] // 4] = 0
     target = _target(model, tokens)
     cached = {"use_cache": True} if "use_cache" in signature(model.forward).parameters else {}
-    texts, shown = _as_texts(model, tokens), _as_texts(model, mask)
-    plain = model(texts, **target, **cached)
-    answers = {"plain": plain[0], "left-padded": _hide_padding(model(texts, attention_mask=shown, **target)[0], mask)}
+    texts, shown, images = _as_texts(model, tokens), _as_texts(model, mask), _images_beside(model)
+    plain = model(texts, **target, **cached, **images)
+    padded = model(texts, attention_mask=shown, **target, **images)
+    answers = {"plain": plain[0], "left-padded": _hide_padding(padded[0], mask)}
     if _cache_of(plain) is not None:
         answers["cached"] = _decode(model, tokens)
     if model.can_generate():
@@ -202,15 +203,25 @@ def _target(model: Any, tokens: Tensor) -> dict[str, Tensor]:
 
 def _measure_images(model: Any) -> dict[str, Tensor]:
     """First outputs for random images `[B, C, h, w]`, and if the model takes them of twice as many patches each way."""
-    config = getattr(model.config, "vision_config", model.config)  # a part, if the model could read texts, too
-    generator, channels = torch.Generator().manual_seed(0), getattr(config, "num_channels", 3)
-    height, width = _image_shape(config)
-    pixels = torch.randn(ROWS, channels, height, width, generator=generator)
-    answers = {"plain": model(pixels)[0]}
+    answers = {"plain": model(_probe_images(model))[0]}
     if "interpolate_pos_encoding" in signature(model.forward).parameters:
-        larger = torch.randn(ROWS, channels, 2 * height, 2 * width, generator=generator)
-        answers["larger"] = model(larger, interpolate_pos_encoding=True)[0]
+        answers["larger"] = model(_probe_images(model, enlarged=2), interpolate_pos_encoding=True)[0]
     return {name: answer.contiguous() for name, answer in answers.items()}
+
+
+def _probe_images(model: Any, enlarged: int = 1) -> Tensor:
+    """Random images `[B, C, h, w]`, so many times as high and wide as the model's own."""
+    config = getattr(model.config, "vision_config", model.config)  # a part, if the model could read texts, too
+    height, width = (enlarged * size for size in _image_shape(config))
+    shape = (ROWS, getattr(config, "num_channels", 3), height, width)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(enlarged - 1))
+
+
+def _images_beside(model: Any) -> dict[str, Tensor]:
+    """The images that a model of two towers, such as CLIP, compares texts with; empty for all others."""
+    is_pair = hasattr(model.config, "vision_config") and not model.can_generate()
+    needs_both = is_pair and "pixel_values" in signature(model.forward).parameters
+    return {"pixel_values": _probe_images(model)} if needs_both else {}
 
 
 def _image_shape(config: Any) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedModel,
     SiglipConfig,
     SiglipForImageClassification,
+    SiglipModel,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -142,7 +143,7 @@ def test_models_of_other_kinds_work_without_the_package(
 
 
 def test_the_parts_of_a_configuration_tell_the_tokens_and_the_pictures(tmp_path: Path) -> None:
-    """Of a model that reads both, and of a classifier whose configuration is that of such a model."""
+    """Of models that read both, one of which compares them, and of a classifier with such a configuration."""
     vision = {**SIZES, "image_size": 16, "patch_size": 4, "num_channels": 1}
     llava = LlavaConfig(text_config=LlamaConfig(**TEXTS), vision_config=CLIPVisionConfig(**vision))
     save_composed(tmp_path / "both", LlavaForConditionalGeneration, llava)
@@ -151,6 +152,8 @@ def test_the_parts_of_a_configuration_tell_the_tokens_and_the_pictures(tmp_path:
     siglip = SiglipConfig(text_config={**SIZES, "vocab_size": 300}, vision_config=vision)
     save_composed(tmp_path / "pictures", SiglipForImageClassification, siglip)
     assert answers_with_package(read_checkpoint(str(tmp_path / "pictures")))["plain"].shape == (3, 2)
+    save_composed(tmp_path / "pairs", SiglipModel, siglip)
+    assert answers_with_package(read_checkpoint(str(tmp_path / "pairs")))["plain"].shape == (3, 1)
 
 
 def test_what_cannot_be_published_is_told_so(original: Path, tmp_path: Path) -> None:
