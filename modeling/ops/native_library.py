@@ -194,6 +194,8 @@ def _cache_folder() -> Path:
     process from compiling again. A relative path in `XDG_CACHE_HOME` is ignored, as the XDG specification wants: each
     working directory would get a cache.
     """
+    if not hasattr(os, "geteuid"):
+        raise OSError("C code is not compiled on Windows; in WSL it is")
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     root = given if given.is_absolute() else Path("~/.cache")
     for place in (root / "dynattn", Path(tempfile.gettempdir()) / f"dynattn-{os.geteuid()}"):

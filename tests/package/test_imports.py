@@ -1,6 +1,8 @@
-"""Imports run downwards, never in a circle, and jobs do not import one another."""
+"""Imports run downwards, never in a circle, jobs do not import one another, and models need no POSIX system."""
 
 import ast
+import subprocess
+import sys
 from functools import cache
 from importlib.util import resolve_name
 from pathlib import Path
@@ -115,3 +117,38 @@ def test_inner_folders_have_a_caption_and_nothing_else(top: str) -> None:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assert ast.get_docstring(tree), path
         assert len(tree.body) == 1, path
+
+
+# A process without what Python's own modules have on POSIX systems alone. Other packages are loaded before.
+WINDOWS = """
+import os, signal, sys, warnings
+import torch
+from transformers import GenerationMixin, Trainer
+for name in ("fcntl", "grp", "pwd", "resource", "termios"):
+    sys.modules[name] = None
+for name in ("fork", "geteuid", "getuid", "killpg", "register_at_fork", "sched_getaffinity", "statvfs", "sysconf"):
+    delattr(os, name)
+for name in ("SIGHUP", "SIGKILL", "SIGPIPE", "pthread_sigmask"):
+    delattr(signal, name)
+sys.platform = "win32"
+import dynattn
+for name in dynattn.__all__:
+    getattr(dynattn, name)
+model = dynattn.DCFormerForCausalLM(dynattn.DCFormerConfig.from_size("tiny", vocab_size=99))
+tokens = torch.arange(40).reshape(2, 20)
+with warnings.catch_warnings(record=True) as warned:
+    output = model(tokens, labels=tokens)
+output.loss.backward()
+assert "C code is not compiled on Windows" in str(warned[0].message), warned
+model.set_attn_implementation("eager")
+torch.testing.assert_close(model(tokens).logits, output.logits)
+try:
+    import dynattn.scripts.cli
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_models_work_where_posix_is_missing_and_commands_say_what_to_do() -> None:
+    done = subprocess.run([sys.executable, "-c", WINDOWS], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("the commands of dynattn need Linux or macOS"), done.stderr
