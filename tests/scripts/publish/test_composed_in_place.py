@@ -37,7 +37,9 @@ from transformers import (
 from dynattn import with_composed_heads
 from dynattn.scripts.cli import main
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.publish.checkpoint import read_checkpoint
+from dynattn.scripts.publish.arguments import PublishArguments
+from dynattn.scripts.publish.card import make_card
+from dynattn.scripts.publish.checkpoint import Checkpoint, read_checkpoint
 from dynattn.scripts.publish.verify import answers_with_package
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -142,18 +144,27 @@ def test_models_of_other_kinds_work_without_the_package(
     assert f"without the package: {answers}" in capsys.readouterr().out
 
 
+def task_of(checkpoint: Checkpoint) -> str:
+    """What the card says that a model is for."""
+    arguments = PublishArguments(checkpoint=str(checkpoint.folder))
+    return str(ModelCard(make_card(checkpoint, arguments)).data.pipeline_tag)
+
+
 def test_the_parts_of_a_configuration_tell_the_tokens_and_the_pictures(tmp_path: Path) -> None:
     """Of models that read both, one of which compares them, and of a classifier with such a configuration."""
     vision = {**SIZES, "image_size": 16, "patch_size": 4, "num_channels": 1}
     llava = LlavaConfig(text_config=LlamaConfig(**TEXTS), vision_config=CLIPVisionConfig(**vision))
     save_composed(tmp_path / "both", LlavaForConditionalGeneration, llava)
     save_tokenizer(tmp_path / "both")
-    assert read_checkpoint(str(tmp_path / "both")).tokenizer is not None
+    both = read_checkpoint(str(tmp_path / "both"))
+    assert both.tokenizer is not None and task_of(both) == "image-text-to-text"
     siglip = SiglipConfig(text_config={**SIZES, "vocab_size": 300}, vision_config=vision)
     save_composed(tmp_path / "pictures", SiglipForImageClassification, siglip)
     assert answers_with_package(read_checkpoint(str(tmp_path / "pictures")))["plain"].shape == (3, 2)
     save_composed(tmp_path / "pairs", SiglipModel, siglip)
-    assert answers_with_package(read_checkpoint(str(tmp_path / "pairs")))["plain"].shape == (3, 1)
+    pairs = read_checkpoint(str(tmp_path / "pairs"))
+    assert answers_with_package(pairs)["plain"].shape == (3, 1)
+    assert task_of(pairs) == "zero-shot-image-classification"
 
 
 def test_what_cannot_be_published_is_told_so(original: Path, tmp_path: Path) -> None:
