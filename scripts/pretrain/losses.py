@@ -1,12 +1,18 @@
 """The losses of models of all kinds: what a forward pass is told, and what share of an update its loss is."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from dynattn.modeling.common.decoder_heads import CausalLMHead
 from dynattn.modeling.common.encoder_heads import MaskedLMHead
+
+# Names by which models of Transformers know the weight of what they add to each loss: of the loss of routers, which
+# JetMoE calls otherwise, and of Bamba's z-loss.
+COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "z_loss_coefficient")
 
 
 def loss_options(model: nn.Module, z_loss: float = 0.0) -> dict[str, Any]:
@@ -27,18 +33,32 @@ def share_of_loss(model: nn.Module, loss: Tensor, targets: int, total: Tensor) -
     return loss if computes_common_loss(type(model)) else loss * (targets / total)
 
 
-def divide_router_loss(model: Any, passes: int) -> None:
-    """Makes the router losses of the `passes` forward passes of an update, on all processes, add up to their mean.
+def divide_added_losses(model: nn.Module, passes: int) -> None:
+    """Makes what a model adds to the losses of an update, which takes `passes` forward passes in all, a mean over them.
 
-    A mixture of experts adds the whole of it to each loss, however small the share of the targets is.
+    It adds the whole of it to each loss, however small the share of the targets is.
     """
-    if hasattr(model, "router_aux_loss_coef"):
-        model.router_aux_loss_coef /= passes
+    for name, coefficient in _coefficients(model).items():
+        setattr(model, name, coefficient / passes)
 
 
-def without_router_loss(model: nn.Module) -> dict[str, bool]:
-    """Keyword arguments for a forward pass whose loss is that of the targets alone."""
-    return {"output_router_logits": False} if hasattr(model, "router_aux_loss_coef") else {}
+@contextmanager
+def without_added_losses(model: nn.Module) -> Iterator[None]:
+    """In the block, the loss of a model is that of the targets alone."""
+    coefficients = _coefficients(model)
+    for name in coefficients:
+        setattr(model, name, 0.0)
+    try:
+        yield
+    finally:
+        for name, coefficient in coefficients.items():
+            setattr(model, name, coefficient)
+
+
+def _coefficients(model: nn.Module) -> dict[str, float]:
+    """Those of `COEFFICIENTS` that a model has."""
+    found = {name: getattr(model, name, None) for name in COEFFICIENTS}
+    return {name: coefficient for name, coefficient in found.items() if coefficient is not None}
 
 
 def computes_common_loss(model_class: Any) -> bool:

@@ -24,7 +24,7 @@ from .data.objectives import Examples
 from .engines.interface import Engine
 from .fingerprint import sharing_of
 from .guard import Batch, DivergedError, RollbackError
-from .losses import divide_router_loss, loss_options, share_of_loss
+from .losses import divide_added_losses, loss_options, share_of_loss
 from .optimizer import build_optimizer
 from .outputs import checkpoint
 from .outputs.checkpoint import TrainingProgress
@@ -72,7 +72,7 @@ class Trainer:
         """Places model and optimizer on the devices, and restores their state when resuming."""
         self.engine, self.arguments, self.run, self.plan, self.signals = engine, arguments, run, plan, signals
         self.accelerator = engine.accelerator
-        divide_router_loss(plan.model, arguments.gradient_accumulation_steps * self.accelerator.num_processes)
+        divide_added_losses(plan.model, arguments.gradient_accumulation_steps * self.accelerator.num_processes)
         self.throughput = Throughput.of(plan.model, self.accelerator)
         self.model, self.optimizer = engine.prepare(
             plan.model, lambda model: build_optimizer(model, arguments), compiled=arguments.compile

@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 from .carried_memory import CarriedMemory
 from .data.objectives import CausalLM, Examples
 from .engines.interface import Engine
-from .losses import loss_options, share_of_loss, without_router_loss
+from .losses import loss_options, share_of_loss, without_added_losses
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,17 @@ def validate(
     was_training = unwrapped.training
     unwrapped.eval()
     one = torch.ones((), device=accelerator.device)
-    options = {"num_items_in_batch": one, **loss_options(unwrapped), **without_router_loss(unwrapped)}
+    options = {"num_items_in_batch": one, **loss_options(unwrapped)}
     nats, targets = 0.0, 0
     groups = engine.groups
     share = list(sequences.share(groups.index, groups.number, batch_size))
     rounds = max(gather_object([len(share)])) if engine.is_collective else len(share)
-    for indices in share:
-        batch = groups.part(default_collate([examples[index, index] for index in indices]))
-        targets += (count := objective.count(batch))
-        placed = send_to_device(batch, accelerator.device, non_blocking=True)
-        nats += share_of_loss(unwrapped, memory.loss(scorer, {**placed, **options}), count, one).item()
+    with without_added_losses(unwrapped):
+        for indices in share:
+            batch = groups.part(default_collate([examples[index, index] for index in indices]))
+            targets += (count := objective.count(batch))
+            placed = send_to_device(batch, accelerator.device, non_blocking=True)
+            nats += share_of_loss(unwrapped, memory.loss(scorer, {**placed, **options}), count, one).item()
     # A collective engine needs all processes in each forward pass, so those with fewer batches repeat one.
     for _ in range(len(share), rounds):
         batch = send_to_device(groups.part(default_collate([examples[0, 0]])), accelerator.device)

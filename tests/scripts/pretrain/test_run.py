@@ -149,20 +149,40 @@ def test_accumulation_and_batch_size_make_the_same_update(corpus: Path, tmp_path
     assert four.validation_loss == pytest.approx(one.validation_loss, rel=1e-4)
 
 
-def test_the_loss_of_a_router_counts_once_in_an_update_and_not_in_validation(corpus: Path, tmp_path: Path):
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_key_value_heads": 2, "intermediate_size": 24}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+ROUTER = "output_router_logits"
+MAMBA = {"mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 4, "mamba_chunk_size": 16, "mamba_expand": 2}
+# The fields of models that add more to a loss than that of the targets, and by which field and value they do.
+ADDING: dict[str, tuple[dict[str, Any], str, Any]] = {
+    "mixtral": (
+        {**SMALL, **EXPERTS, "num_attention_heads": 2, "router_aux_loss_coef": 1.0},
+        "output_router_logits",
+        True,
+    ),
+    "jetmoe": ({**SMALL, **EXPERTS, "kv_channels": 4, "aux_loss_coef": 1.0}, ROUTER, True),
+    "bamba": ({**SMALL, **MAMBA, "num_attention_heads": 2, "attn_layer_indices": [1]}, "z_loss_coefficient", 1.0),
+}
+
+
+@pytest.mark.parametrize("model_type", ADDING)
+def test_what_a_model_adds_to_losses_counts_once_in_an_update_and_not_in_validation(
+    model_type: str, corpus: Path, tmp_path: Path
+):
     """With a rate of nearly zero the weights stay, so that only what is added to the losses differs."""
-    experts = {**LLAMA, "attention_dropout": 0.0, "num_local_experts": 2, "router_aux_loss_coef": 1.0}
+    fields, switch, value = ADDING[model_type]
     trained: dict[str, float] = {}
     validated: list[float] = []
     for name, passes, adds in (("without", 1, False), ("one", 1, True), ("four", 4, True)):
-        model = {"model_type": "mixtral", "model_config": {**experts, "output_router_logits": adds}}
+        config = {**fields, switch: value if adds else type(value)()}
+        model = {"model_type": model_type, "model_config": config, "mask_documents": False}
         split = {"batch_size": 4 // passes, "gradient_accumulation_steps": passes}
         changes = {**model, **split, "learning_rate": 1e-12, "max_steps": 1, "warmup_steps": 0}
         result = run(tmp_path / name, corpus, **changes)
         trained[name] = float(losses(result.output, "train")[0])
         validated.append(result.validation_loss)
     once = trained["one"] - trained["without"]
-    assert once > 1
+    assert once > 0.5
     assert trained["four"] - trained["without"] == pytest.approx(once, rel=0.1)  # tokens of one pass have another mean
     assert validated == [pytest.approx(validated[0], rel=1e-6)] * 3
 
