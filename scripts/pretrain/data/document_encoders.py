@@ -88,12 +88,13 @@ class ChatEncoder(TextEncoder):
         """Encodes a batch of conversations."""
         conversations = [json.loads(document) for document in documents]
         encoded = [self.encode(conversation) for conversation in conversations]
-        turns = [turn for conversation in conversations for turn in conversation]
-        said = [turn.get("content") or "" for turn in turns if turn["role"] == ASSISTANT]
+        said = [
+            self.said(turns, tokens[targets]) for turns, (tokens, targets) in zip(conversations, encoded, strict=True)
+        ]
         return Encoded(
             np.concatenate([tokens for tokens, _ in encoded]),
             np.array([len(tokens) for tokens, _ in encoded]),
-            sum(len(str(text).encode("utf-8", "surrogatepass")) for text in said),
+            sum(len(text.encode("utf-8", "surrogatepass")) for text in said),
             np.concatenate([targets for _, targets in encoded]),
         )
 
@@ -111,6 +112,19 @@ class ChatEncoder(TextEncoder):
         if not any(targets):
             raise UserError(f"the assistant says nothing in the conversation {json.dumps(turns)[:200]}; leave it out")
         return np.array(tokens, dtype=np.int32), np.array(targets, dtype=np.bool_)
+
+    def said(self, turns: list[dict[str, Any]], targets: NDArray[np.int32]) -> str:
+        """What the assistant says in a conversation whose targets are the tokens `targets` `[N]`.
+
+        It is the content of its turns, without what the template adds. A template may also trim turns, or leave out
+        parts such as the reasoning of earlier ones; then it is whatever the targets spell.
+        """
+        content = [str(turn.get("content") or "") for turn in turns if turn["role"] == ASSISTANT]
+        spelled = str(self.tokenizer.decode(targets.tolist(), skip_special_tokens=True))
+        for texts in (content, [text.strip() for text in content]):
+            if all(text in spelled for text in texts):
+                return "".join(texts)
+        return spelled
 
     def _by_tag(self, turns: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
         rendered: Any = self.tokenizer.apply_chat_template(

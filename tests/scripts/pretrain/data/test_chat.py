@@ -68,6 +68,25 @@ def test_a_turn_without_content_spells_no_text():
     assert ChatEncoder(used)([json.dumps([*turns, TURNS[3]])]).text_bytes == len("Six.")
 
 
+REASONING = "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "said"),
+    [
+        (PLAIN, " Eight legs.\n", " Eight legs.\nSix."),
+        (SHIPPED.read_text(), " Eight legs.\n", "Eight legs.Six."),
+        # Here the line breaks of the template, which are targets, cannot be told from what is said.
+        (TAGGED.replace("{{ m.content }}", REASONING, 1), "<think>Four pairs.</think>Eight.", "Eight.\nSix.\n"),
+    ],
+    ids=["whole", "trimmed", "without reasoning"],
+)
+def test_text_that_the_template_leaves_out_is_not_measured(template: str, content: str, said: str):
+    """Bits per byte would be too low: nothing of it is predicted."""
+    turns = [TURNS[0], {"role": "assistant", "content": content}, *TURNS[2:]]
+    assert ChatEncoder(tokenizer(template))([json.dumps(turns)]).text_bytes == len(said)
+
+
 def write(path: Path, rows: list[Any]) -> Path:
     path.write_text("\n".join(json.dumps({"messages": row}) for row in rows))
     return path
