@@ -1,7 +1,7 @@
 """DCViT: a vision transformer whose attention heads are dynamically composed (arXiv 2405.08553)."""
 
 import math
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,19 +90,6 @@ class DCViTPreTrainedModel(ComposedPreTrainedModel):
             for scale in (module.layer_scale1, module.layer_scale2):
                 if scale is not None:
                     init.constant_(scale, float(self.config.layer_scale_init or 0))
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:  # type: ignore[override]
-        """Moves or casts the model as `torch.nn.Module.to` does; a memory format changes the convolution alone.
-
-        PyTorch would apply it to every weight with four or five dimensions, and weights that compose heads have these.
-        """
-        memory_format = kwargs.pop("memory_format", None)
-        super().to(*args, **kwargs)
-        if memory_format is not None:
-            for module in self.modules():
-                if isinstance(module, nn.Conv2d):
-                    module.weight.data = module.weight.data.contiguous(memory_format=memory_format)
-        return self
 
     def _init_tokens(self, module: ImageEmbeddings, std: float | None) -> None:
         """Draws prefix tokens and learned positions; without `std`, the class token starts at zero, and only it."""

@@ -1,8 +1,8 @@
 """The generator of the factors with which a layer composes its attention heads."""
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -147,6 +147,10 @@ class DynamicComposition(nn.Module):
             compositions[stage] = unpack_factors(packed, static, groups)
         return compositions.get("pre"), compositions.get("post")
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """As in PyTorch, where `to`, `half` and others convert all weights by it; these keep their memory format."""
+        return super()._apply(lambda weight: _in_own_format(fn, weight), recurse)
+
     def _low_rank_terms(self, hidden_states: Tensor) -> list[Tensor]:
         """Down and up factors, `[G * C, B, T, R, H/G]` each, of `[B, T, E]`; down has unit mean square."""
         hidden = self.dropout(self.act_fn(hidden_states @ self.hidden_weight.flatten(1)))
@@ -161,6 +165,21 @@ class DynamicComposition(nn.Module):
         """Gates `[G * C, B, T, 1, H/G]` of `[B, T, E]`."""
         gates = self.dropout(torch.tanh(hidden_states @ self.gate_weight.flatten(1)))
         return gates.unflatten(-1, (-1, 1, self.gate_weight.shape[-1])).permute(2, 0, 1, 3, 4)
+
+
+def _in_own_format(convert: Callable[..., Any], weight: Tensor) -> Any:
+    """What `convert` makes of a weight, in no memory format for pictures.
+
+    `to(memory_format=...)` of a model asks for one in all weights of four and of five dimensions, and every such format
+    fails for one of these two.
+    """
+    try:
+        converted = convert(weight)
+    except RuntimeError as error:
+        if "channels_last" not in str(error):
+            raise
+        converted = convert(weight.flatten()).view(weight.shape)
+    return converted.contiguous() if weight.is_contiguous() else converted
 
 
 def make_generators(

@@ -161,6 +161,22 @@ def test_autocast_takes_weights_in_the_other_half_precision(mixer: str) -> None:
     torch.testing.assert_close(output.float(), expected, atol=0.1, rtol=0.1)
 
 
+@pytest.mark.parametrize("form", [torch.channels_last, torch.channels_last_3d])
+def test_memory_formats_of_pictures_leave_the_weights_as_they_are(form: torch.memory_format) -> None:
+    generator = DynamicComposition(DCFormerConfig.from_size("tiny", compose_static=True, compose_groups=2))
+    init_composition(generator, scale=1.0)
+    before = {name: (weight.double(), weight.stride()) for name, weight in generator.named_parameters()}
+    torch.nn.Sequential(generator).to(torch.float64, memory_format=form)
+    for name, weight in generator.named_parameters():
+        assert torch.equal(weight, before[name][0]) and weight.stride() == before[name][1]
+
+
+def test_errors_of_a_conversion_stay() -> None:
+    generator = DynamicComposition(DCFormerConfig.from_size("tiny"))
+    with pytest.raises(RuntimeError, match="nowhere"):
+        generator._apply(lambda weight: weight.to("nowhere"))
+
+
 def test_static_matrices_outlive_a_generator_that_is_sharded_for_itself() -> None:
     config = DCFormerConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, **mixer_fields("talking_heads"))
     model = DCFormerModel(config)

@@ -132,6 +132,18 @@ def test_a_composed_model_can_be_pickled_and_copied() -> None:
         assert torch.equal(ask(again), ask(model))
 
 
+@torch.no_grad()
+def test_a_memory_format_for_pictures_changes_the_convolutions_alone() -> None:
+    model, ask = detr()
+    compose_heads_of(model, compose_static=True)
+    strengthen(model)
+    before = ask(model)
+    model.to(memory_format=torch.channels_last)
+    composed = [module for module in model.modules() if isinstance(module, SideGenerators)]
+    assert all(weight.is_contiguous() for module in composed for weight in module.parameters())
+    torch.testing.assert_close(ask(model), before)
+
+
 def test_a_class_that_composes_when_it_is_made_loads_what_was_saved(tmp_path: Path) -> None:
     class Composed(DetrForObjectDetection):
         def __init__(self, config: DetrConfig) -> None:
