@@ -1,9 +1,11 @@
 """Classes of models of Transformers with composed heads, and which one a configuration asks for."""
 
 import copy
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
@@ -28,6 +30,8 @@ logger = logging.get_logger(__name__)
 OWN_OPTIONS = ("implementation", "dropout", "compose_dropout", "compose_init_scale")
 # Options that change outputs, but no weights by which a difference would be noticed.
 UNSEEN_OPTIONS = ("compose_act", "compose_norm_eps")
+# The classes that this process has made, or got with a pickled model, by their keys.
+MADE: WeakValueDictionary[str, type] = WeakValueDictionary()
 
 
 def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> type[PreTrainedModel]:
@@ -50,13 +54,15 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
         options["names"] = listed_names(names)  # for several models, and for the configuration's file
     served = (BatchedGeneration,) if issubclass(model_class, GenerationMixin) else ()
     name = composed_name(model_class.__name__)
-    members = {
+    members: dict[str, Any] = {
         "__doc__": f"A `{model_class.__name__}` with composed heads.",
         "plain_class": model_class,
         "given_options": options,
+        "class_key": uuid.uuid4().hex,
     }
     _share_what_names_tell(model_class, name)
-    return type(name, (ComposedModel, *served, model_class), members)
+    made = MADE[members["class_key"]] = type(name, (ComposedModel, *served, model_class), members)
+    return made
 
 
 class ComposedModel(PreTrainedModel):
@@ -64,6 +70,7 @@ class ComposedModel(PreTrainedModel):
 
     plain_class: ClassVar[type[PreTrainedModel]]
     given_options: ClassVar[dict[str, Any]]
+    class_key: ClassVar[str]  # in `MADE`
     _auto_class = None  # code that came with the plain class has no composed heads
     supports_paged_cache = attends_to_paged_cache = True
     code_registered = False
@@ -78,6 +85,13 @@ class ComposedModel(PreTrainedModel):
         self._tp_plan = _plan_with_generators(self, compose_heads_of(self, **chosen))
         chosen.pop("implementation", None)  # of this machine, which others may not have
         self.config.composed_heads = chosen
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As in Python, but `pickle` cannot find a class that was made in a function, so it gets what it is made of."""
+        made = type(self)
+        if "class_key" not in vars(made):  # a subclass, which has a name in a module
+            return super().__reduce_ex__(protocol)
+        return _empty_model, (made.class_key, made.plain_class, made.given_options), self.__getstate__()
 
     @classmethod
     def from_config(cls, config: Any, **kwargs: Any) -> PreTrainedModel:
@@ -123,6 +137,15 @@ class ComposedModel(PreTrainedModel):
         for module in self.modules():
             if isinstance(module, DynamicComposition):
                 init_composition(module, scale=0.0)
+
+
+def _empty_model(key: str, plain_class: type[PreTrainedModel], options: dict[str, Any]) -> Any:
+    """An empty object of the class with this key, for `pickle` and `copy`; another process makes the class once."""
+    made = MADE.get(key)
+    if made is None:
+        made = MADE[key] = with_composed_heads(plain_class, **options)
+        made.class_key = key  # type: ignore[attr-defined]
+    return object.__new__(made)
 
 
 def _share_what_names_tell(model_class: type[PreTrainedModel], composed: str) -> None:

@@ -1,6 +1,7 @@
 """Composed heads in models of Transformers that call its attention interface: truth is our own families."""
 
 import copy
+import pickle
 import re
 import threading
 from collections.abc import Iterator
@@ -359,6 +360,24 @@ def test_a_class_with_composed_heads_loads_plain_and_composed_checkpoints(tmp_pa
         torch.testing.assert_close(loaded(IDS).logits, upcycled(IDS).logits)
 
 
+@torch.no_grad()
+def test_a_model_of_a_class_that_was_made_here_can_be_pickled_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = with_composed_heads(LlamaForCausalLM, compose_rank=1)(LlamaConfig(**DECODER)).eval()
+    strengthen(model)
+    expected, pickled = model(IDS).logits, pickle.dumps([model, model.model, copy.copy(model)])
+    for again in (copy.deepcopy(model), *pickle.loads(pickled)[::2]):
+        assert type(again) is type(model) and torch.equal(again(IDS).logits, expected)
+    monkeypatch.setattr(composed_classes, "MADE", {})  # as in a process that did not make the class
+    one, other = (pickle.loads(pickled)[0] for _ in range(2))
+    assert type(one) is type(other) is not type(model) and type(one).__name__ == "ComposedLlamaForCausalLM"
+    assert torch.equal(one(IDS).logits, expected)
+
+
+def test_a_subclass_of_a_class_that_was_made_here_is_pickled_by_its_name() -> None:
+    model = NamedLlama(LlamaConfig(**DECODER))
+    assert type(pickle.loads(pickle.dumps(model))) is NamedLlama
+
+
 def test_a_composition_that_another_program_dropped_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that merge or train models load them by Auto classes, and save the configuration as it was."""
     told: list[str] = []
@@ -390,6 +409,13 @@ def test_a_configuration_without_options_is_refused(kept: Any) -> None:
     message = re.escape(f"composed_heads ({kept}) must be options of compose_heads_of, or {{}} for its")
     with pytest.raises(ValueError, match=message):
         with_composed_heads(LlamaForCausalLM)(LlamaConfig(**DECODER, composed_heads=kept))
+
+
+COMPOSED_LLAMA: Any = with_composed_heads(LlamaForCausalLM)
+
+
+class NamedLlama(COMPOSED_LLAMA):
+    """A class with composed heads that `pickle` finds in this module."""
 
 
 class CustomNeoX(GPTNeoXForCausalLM):
