@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from ..layers.attention_interface import attention_function
 from ..layers.composed_attention import ComposedAttention
+from ..layers.head_composition import DynamicComposition
 from ..ops.dcmha.eager import AttentionMaps, dcmha_eager
 
 
@@ -37,9 +38,14 @@ def add_map_hooks(model: PreTrainedModel) -> None:
     `attn_implementation` is. Weights and their names do not change.
 
     Raises:
-        ValueError: the model has no composed attention layers, or has hooks already.
+        ValueError: the model has no composed attention layers of this package's own, or has hooks already.
     """
     layers = _attention_layers(model)
+    if not layers and any(isinstance(module, DynamicComposition) for module in model.modules()):
+        raise ValueError(
+            f"the heads of {type(model).__name__} were composed in place, and have no map hooks; after "
+            "set_attn_implementation('eager'), output_attentions=True returns their composed maps"
+        )
     if not layers:
         raise ValueError(f"{type(model).__name__} has no composed attention layers to hook")
     if any(layer.map_hooks is not None for layer in layers):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases.models import make_model
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import dynattn
@@ -132,6 +132,17 @@ def test_models_without_composed_attention_and_second_hooks_are_refused() -> Non
     other = dynattn.RCMHAForCausalLM(dynattn.RCMHAConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1))
     with pytest.raises(ValueError, match="RCMHAForCausalLM has no composed attention layers"):
         dynattn.add_map_hooks(other)
+
+
+@torch.no_grad()
+def test_heads_composed_in_place_are_refused_with_the_way_to_their_maps() -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).eval()
+    dynattn.compose_heads_of(model)
+    with pytest.raises(ValueError, match="LlamaForCausalLM were composed in place, and have no map hooks"):
+        dynattn.add_map_hooks(model)
+    model.set_attn_implementation("eager")
+    assert model(IDS, output_attentions=True).attentions[0].shape == (2, 4, 20, 20)
 
 
 def test_an_interpretability_tool_traces_and_patches_by_name() -> None:
