@@ -182,7 +182,7 @@ class ComposedInterfaceAttention(SideGenerators):
         """The factors of a call's queries, and of all keys; those of new keys are added to the cache."""
         assert self.composition is not None and call.query_input is not None
         if call.key_input is not None:
-            factors = self.generate(call.query_input, _joined_rows(call.key_input, len(call.query_input)))
+            factors = self.generate(call.query_input, _joined_rows(call.key_input, call.query_input.shape[0]))
             if call.cache_layer is None or (new := factors.keys) is None:
                 return factors
             if not call.cache_layer.lacks_factors:
@@ -314,8 +314,12 @@ def _as_rows(states: Tensor) -> Tensor:
 
 
 def _joined_rows(states: Tensor, batch: int) -> Tensor:
-    """States `[B * n, S, E]` as `[B, n * S, E]`, as Mllama joins the tiles of a picture; the same object if n is 1."""
-    return states if len(states) == batch or len(states) % batch else states.reshape(batch, -1, states.shape[-1])
+    """States `[B * n, S, E]` as `[B, n * S, E]`, as Mllama joins the tiles of a picture; the same object if n is 1.
+
+    `torch.export` would make a constant of what `len` returns, and so the graph would take one batch size only.
+    """
+    rows = states.shape[0]
+    return states if rows == batch or rows % batch else states.reshape(batch, -1, states.shape[-1])
 
 
 def _refuse_options(

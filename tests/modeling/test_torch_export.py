@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 from cases.seq2seq import make_model, random_tokens
-from transformers import PreTrainedModel
+from cases.vision_models import strengthen
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, ViTConfig, ViTForImageClassification
 
 from dynattn import (
     DCFormerConfig,
@@ -16,6 +17,7 @@ from dynattn import (
     DCViTForImageClassification,
     RCMHAConfig,
     RCMHAForCausalLM,
+    with_composed_heads,
 )
 
 SMALL: dict[str, Any] = {
@@ -122,4 +124,31 @@ def test_an_exported_encoder_decoder_serves_all_batches_and_lengths(kind: str) -
     exported = torch.export.export(model, (), given, dynamic_shapes=shapes, strict=False).module()
     for rows, read, written in ((1, 9, 4), (2, 4, 9), (4, 7, 7)):
         given |= {"input_ids": random_tokens(rows, read), "decoder_input_ids": random_tokens(rows, written)}
+        torch.testing.assert_close(exported(**given).logits, model(**given).logits, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_an_exported_decoder_with_heads_composed_in_place_serves_all_batches_and_lengths() -> None:
+    model = with_composed_heads(LlamaForCausalLM, compose_rank=2)(LlamaConfig(**SMALL)).eval()
+    strengthen(model)
+    both = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2, max=100)}
+    given = {"input_ids": torch.randint(1, 97, (3, 12)), "use_cache": False}
+    shapes = {"input_ids": both, "use_cache": None}
+    exported = torch.export.export(model, (), given, dynamic_shapes=shapes, strict=False).module()
+    for batch, length in ((1, 8), (2, 40)):
+        given["input_ids"] = torch.randint(1, 97, (batch, length))
+        torch.testing.assert_close(exported(**given).logits, model(**given).logits, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_an_exported_vision_transformer_with_heads_composed_in_place_serves_all_batches() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    config = ViTConfig(**sizes, image_size=16, patch_size=4)
+    model = with_composed_heads(ViTForImageClassification, compose_rank=2, dropout=0.0)(config).eval()
+    strengthen(model)
+    shapes = {"pixel_values": {0: torch.export.Dim("batch")}}
+    given = {"pixel_values": torch.randn(3, 3, 16, 16)}
+    exported = torch.export.export(model, (), given, dynamic_shapes=shapes, strict=False).module()
+    for batch in (1, 5):
+        given = {"pixel_values": torch.randn(batch, 3, 16, 16)}
         torch.testing.assert_close(exported(**given).logits, model(**given).logits, atol=1e-5, rtol=1e-5)
