@@ -17,8 +17,9 @@ from .formats import Format
 if TYPE_CHECKING:  # older versions of Transformers do not have it
     from transformers.exporters import ExportedModel
 
-# Rows and tokens of the prompt for tracing. Both are at least two, because PyTorch treats a size of 1 as constant.
-SAMPLE_ROWS, SAMPLE_TOKENS = 2, 8
+# Rows and tokens of the prompt for tracing. Both are at least two, because PyTorch treats a size of 1 as constant, and
+# other than in the proof, which else would not see a graph that takes only the sizes it was traced with.
+SAMPLE_ROWS, SAMPLE_TOKENS = 3, 8
 # The axes that vary, by a tensor's number of dimensions: `[B, T]`, a convolution's context `[B, T, H * D]`, and keys,
 # values and factors `[B, heads or terms, S, width]`.
 VARYING_AXES = {2: (0, 1), 3: (0, 1), 4: (0, 2)}
@@ -48,7 +49,7 @@ def export_graphs(model: PreTrainedModel, target: Format) -> "ExportedModel":
     from transformers.exporters import ExportedModel
 
     exporter = target.make_exporter()
-    tokens = torch.zeros(SAMPLE_ROWS, SAMPLE_TOKENS, dtype=torch.long, device=model.device)
+    tokens = torch.zeros(target.most_rows or SAMPLE_ROWS, SAMPLE_TOKENS, dtype=torch.long, device=model.device)
     mask = torch.ones_like(tokens)
     components = {}
     with exportable_attention(model):
