@@ -55,9 +55,8 @@ def build_config(arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBas
         for name, token in _special_tokens(type(config), tokenizer).items():
             setattr(config, name, token)
     else:
-        padded = -(-needed // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         tokens = _special_tokens(_config_class(arguments), tokenizer)
-        config = plan_config(arguments, {"vocab_size": padded, **tokens})
+        config = plan_config(arguments, {"vocab_size": pad_vocabulary(needed), **tokens})
     if needed > config.vocab_size:
         of_parent = "give the tokenizer that the model was trained with"
         fix = of_parent if arguments.init_from else "raise it in model_config or give a smaller tokenizer"
@@ -65,6 +64,11 @@ def build_config(arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBas
             f"the tokenizer has {needed} tokens, more than the model's vocab_size={config.vocab_size}; {fix}"
         )
     return config
+
+
+def pad_vocabulary(needed: int) -> int:
+    """The vocabulary of a new model whose tokenizer needs that many embeddings."""
+    return -(-needed // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
 def plan_config(arguments: PretrainArguments, defaults: Mapping[str, Any] | None = None) -> PreTrainedConfig:

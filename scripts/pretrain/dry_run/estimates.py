@@ -1,6 +1,7 @@
 """`dynattn pretrain RECIPE --dry_run --on h100:64`: what the run would need, without data, weights or GPUs."""
 
 import copy
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -9,10 +10,11 @@ from ...common.errors import UserError
 from ...common.flops import ModelFlops
 from ..arguments import PretrainArguments
 from ..data.length_warmup import LengthWarmup
+from ..data.tokenizer import load_tokenizer, required_vocabulary
 from ..engines.choice import check_zero, obstacle_to_zero
 from ..engines.sequence_groups import check_division
 from ..model import checkpoint_activations_if_asked, count_parameters
-from ..model_config import plan_config
+from ..model_config import pad_vocabulary, plan_config
 from ..optimizer import moment_bytes
 from ..options.sweep import Sweep
 from .hardware import Gpu, parse_cluster
@@ -46,7 +48,7 @@ class Estimate:
     def __init__(self, arguments: PretrainArguments, gpu: Gpu, count: int) -> None:
         """Counts FLOPs, runs an update on tensors without contents to measure its memory, and estimates the speed."""
         engines = possible_engines(arguments, count)
-        config, bf16 = plan_config(arguments), arguments.mixed_precision == "bf16"
+        config, bf16 = plan_config(arguments, expected_vocabulary(arguments)), arguments.mixed_precision == "bf16"
         model, length, sharing = _shapes_of(config), arguments.sequence_length, arguments.context_processes
         if count % sharing:
             raise UserError(f"context_processes={sharing} does not divide the {count} GPUs; give a divisor")
@@ -93,6 +95,18 @@ def dry_run(arguments: PretrainArguments) -> str:
     """
     gpu, count = parse_cluster(arguments.on)
     return describe(Estimate(arguments, gpu, count), arguments, gpu, count)
+
+
+def expected_vocabulary(arguments: PretrainArguments) -> dict[str, int]:
+    """The `vocab_size` that the run would give a new model; empty where only a tokenizer of the Hub could tell it.
+
+    A tokenizer that is trained on little text may have fewer tokens than it is allowed to.
+    """
+    if arguments.tokenizer == "bpe":
+        return {"vocab_size": pad_vocabulary(arguments.vocab_size)}
+    if arguments.init_from or not Path(str(arguments.tokenizer)).is_dir():
+        return {}
+    return {"vocab_size": pad_vocabulary(required_vocabulary(load_tokenizer(arguments.tokenizer)))}
 
 
 def possible_engines(arguments: PretrainArguments, count: int) -> list[str]:

@@ -25,6 +25,7 @@ from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.flops import ModelFlops
 from dynattn.scripts.common.measuring import peak_memory
 from dynattn.scripts.pretrain import PretrainArguments
+from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 from dynattn.scripts.pretrain.dry_run.estimates import (
     ENGINES,
     RECORDED_MFU,
@@ -32,12 +33,14 @@ from dynattn.scripts.pretrain.dry_run.estimates import (
     Estimate,
     chunk_bytes,
     dry_run,
+    expected_vocabulary,
     period_of,
     possible_engines,
 )
 from dynattn.scripts.pretrain.dry_run.hardware import GPUS, parse_cluster
 from dynattn.scripts.pretrain.dry_run.memory import EngineMemory, Peaks, Rehearsal, engine_memory, rehearse
 from dynattn.scripts.pretrain.main import RECIPES, main
+from dynattn.scripts.pretrain.model_config import plan_config
 
 RECORDS = Path(__file__).parents[4] / "model_cards" / "records"
 LAYERS = 4
@@ -50,6 +53,11 @@ def dcformer(layers: int = LAYERS, **changes: Any) -> DCFormerForCausalLM:
 
 def dcpythia(layers: int = LAYERS) -> DCPythiaForCausalLM:
     return DCPythiaForCausalLM(DCPythiaConfig(**SHAPE, intermediate_size=1024, num_hidden_layers=layers))
+
+
+def model_parameters(config: Any) -> int:
+    with torch.device("meta"):
+        return DCFormerForCausalLM(config).num_parameters()
 
 
 def checkpointed(layers: int = LAYERS) -> DCFormerForCausalLM:
@@ -179,6 +187,22 @@ def test_operations_and_the_share_of_composition_are_the_models():
     assert found.tokens_per_update == 8 * 256 * 2
     assert found.parameters.total == models[0].num_parameters()
     assert found.days == pytest.approx(300 * 8 * 256 * 2 / found.tokens_per_second / 86400)
+
+
+def test_the_vocabulary_is_the_one_that_the_run_would_make(tmp_path: Path):
+    """A run fits a new model to its tokenizer, whose size often is most of a small model's parameters."""
+
+    def embeddings(*options: str) -> int:
+        config = plan_config(arguments := parse("--output", "x", *options), expected_vocabulary(arguments))
+        assert Estimate(arguments, *parse_cluster("h100:1")).parameters.total == model_parameters(config)
+        return config.vocab_size
+
+    train_bpe([["a"]], 300).save_pretrained(tmp_path)
+    assert embeddings("tiny.yaml") == 2048
+    assert embeddings("--vocab_size", "5000") == 5056
+    assert embeddings("--vocab_size", "5000", "--model_config", '{"vocab_size": 6000}') == 6000
+    assert embeddings("--tokenizer", str(tmp_path)) == 320
+    assert expected_vocabulary(parse("405m.yaml", "--output", "x")) == {}
 
 
 def test_speed_is_as_recorded_on_a_gpu():
