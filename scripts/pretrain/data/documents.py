@@ -2,6 +2,7 @@
 
 import glob
 import json
+import logging
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from ...common.errors import UserError, first_line, in_one_line
 from ..arguments import PretrainArguments
 from .files import LOADERS, find_files, leave_out_empty
 from .indexed_names import is_indexed
+
+logger = logging.getLogger(__name__)
 
 # The same documents are held out whatever the seed of the run, so that runs with different seeds can be compared.
 HOLD_OUT_SEED = 0
@@ -114,7 +117,7 @@ def describe_sources(arguments: PretrainArguments) -> str:
 
 
 def load_text(source: str, arguments: PretrainArguments, split: str) -> Dataset:
-    """Loads one source as a dataset with the column `text`; documents without text are left out."""
+    """Loads one source as a dataset with the column `text`; documents without text are left out with a warning."""
     files = find_files(source)
     if files is None:
         parts = [_load_hub(source, arguments.dataset_config, split)]
@@ -123,8 +126,8 @@ def load_text(source: str, arguments: PretrainArguments, split: str) -> Dataset:
         kinds = ([path for path in filled if path.suffix == suffix] for suffix in LOADERS)
         parts = [_load_files(kind) for kind in kinds if kind]
     try:
-        dataset = concatenate_datasets([_select(part, arguments, source) for part in parts])
-        dataset = dataset.filter(
+        selected = concatenate_datasets([_select(part, arguments, source) for part in parts])
+        dataset = selected.filter(
             lambda texts: [bool(text and text.strip()) for text in texts], input_columns="text", batched=True
         )
     except UnicodeDecodeError as error:  # the loaders of JSON and Parquet do not look at the text
@@ -133,6 +136,8 @@ def load_text(source: str, arguments: PretrainArguments, split: str) -> Dataset:
         raise UserError(
             f"{source} holds no text in the column {arguments.text_column!r}; give data with at least one document"
         )
+    if empty := len(selected) - len(dataset):
+        logger.warning("%d of %d documents of %s hold no text and are left out", empty, len(selected), source)
     return dataset
 
 

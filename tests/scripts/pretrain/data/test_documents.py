@@ -145,6 +145,19 @@ def test_a_file_that_is_gone_is_no_dataset_of_the_hub(tmp_path: Path):
     assert not any(map(is_hub_name, ("builtin", str(tmp_path / "gone.txt"), "gone/document.bin")))
 
 
+def test_rows_without_text_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Rows that have their text in another field would otherwise be missing from the training without a word."""
+    rows = [{"text": "a"}, {"body": "b"}, {"text": None}, {"text": " \n"}, {"text": "c"}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert load_text(str(file), PretrainArguments(output="x", dataset=str(file)), "train")["text"][:] == ["a", "c"]
+    assert caplog.messages == [f"3 of 5 documents of {file} hold no text and are left out"]
+    caplog.clear()
+    file.write_text(json.dumps(rows[0]) + "\n")
+    load_text(str(file), PretrainArguments(output="x", dataset=str(file)), "train")
+    assert not caplog.messages
+
+
 def test_data_mistakes_are_told(tmp_path: Path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "blank.txt").write_text(" \n ")
