@@ -291,16 +291,25 @@ def parse_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, An
     """A mapping: the one that was read from YAML, or the JSON text of the command line parsed.
 
     Raises:
-        UserError: the text is not JSON, or the value is not a mapping; the message names the option `name`.
+        UserError: the text is not JSON, or the value is not a mapping or gives a name twice; the message names the
+            option `name`.
     """
     try:
-        parsed = json.loads(value) if isinstance(value, str) else value
+        parsed = json.loads(value, object_pairs_hook=_without_copies) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:  # numbers of too many digits are no JSONDecodeError
         start = str(value)[:60]
         raise UserError(f"{name} {start!r} is not JSON ({error}); write it like '{{\"name\": 64}}'") from error
     if parsed is not None and not isinstance(parsed, dict):
         raise UserError(f"{name} must be a mapping of names to values, not {value!r}")
     return parsed
+
+
+def _without_copies(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, in which a name occurs once, as in YAML; of two values, Python would drop one silently."""
+    names = [name for name, _ in pairs]
+    if twice := [name for place, name in enumerate(names) if name in names[:place]]:
+        raise ValueError(f"{twice[0]} is given twice")
+    return dict(pairs)
 
 
 def _use_as_defaults(parser: ArgumentParser, cls: type[Any], values: Mapping[str, Any], source: str) -> None:

@@ -58,6 +58,7 @@ def test_options_override_the_file_and_are_converted(tmp_path: Path):
         ("--model_config " + "9" * 5000, "is not JSON"),
         ("--model_config " + "[" * 50_000, "is not JSON"),
         ("--model_config [1]", "must be a mapping"),
+        ('--model_config {"hidden_size":8,"hidden_size":16}', "hidden_size is given twice"),
     ],
 )
 def test_values_out_of_range_are_one_clear_error(options: str, message: str):

@@ -171,6 +171,7 @@ def test_a_source_may_lie_below_the_home_folder(monkeypatch: pytest.MonkeyPatch)
         ({}, "the mixture is empty"),
         ("[1]", "must be a mapping"),
         ("{", "is not JSON"),
+        ('{"a": {"dataset": "x.txt", "weight": 1}, "a": {"dataset": "y.txt", "weight": 1}}', "a is given twice"),
     ],
 )
 def test_a_mixture_that_means_nothing_is_refused(sources: Any, message: str):
