@@ -6,6 +6,7 @@ Run: `dynattn convert check A B`. Exits with 0 where they are equal up to roundi
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import join
 from typing import TYPE_CHECKING
 
 from ..common.arguments import option
@@ -79,10 +80,8 @@ def refuse_authors_format(folder: Path) -> None:
     raw = read_config(folder)
     for kind, names in AUTHORS_FIELDS.items():
         if names <= raw.keys():
-            raise UserError(
-                f"{folder} is in the authors' format; convert it first with `dynattn convert {kind} "
-                f"{folder} DST`, and compare DST"
-            )
+            command = join(["dynattn", "convert", kind, str(folder), "DST"])
+            raise UserError(f"{folder} is in the authors' format; convert it first with `{command}`, and compare DST")
 
 
 def probe_for(folder: Path, config: "PreTrainedConfig") -> "Probe":

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 from ...common.atomic_file import write_json, write_whole
@@ -100,6 +101,7 @@ def draw_plots(record: dict[str, Any], folder: Path) -> None:
     try:
         from .plots import draw_everything
     except ModuleNotFoundError as error:
-        print(f"no plots: {error}; draw them elsewhere with `dynattn benchmark --redraw {folder / RECORD}`")
+        command = join(["dynattn", "benchmark", "--redraw", str(folder / RECORD)])
+        print(f"no plots: {error}; draw them elsewhere with `{command}`")
     else:
         draw_everything(record, folder)

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 from ...common.atomic_file import partial_path, put_in_place, read_json_if_whole, write_json
@@ -193,7 +194,8 @@ class RunFolder:
             )
             if self.marker.exists() and (found := checkpoint.list_checkpoints(self.checkpoints)):
                 raise UserError(
-                    f"{self.marker} is damaged; to go on, give another output folder and --resume {found[-1]}"
+                    f"{self.marker} is damaged; to go on, give another output folder and "
+                    f"{join(['--resume', str(found[-1])])}"
                 )
             if foreign:
                 raise UserError(

@@ -312,10 +312,13 @@ def test_a_machine_without_matplotlib_measures_and_says_so(
     for module in (plots, figures):
         monkeypatch.delitem(sys.modules, module.__name__)
     options = ("--subjects", "decode", "--shapes", "2x8@16", "--implementations", "sdpa,chunked")
-    status, _ = run_benchmark(tmp_path, *options)
+    folder = tmp_path / "a record"
+    status, _ = run_benchmark(folder, *options)
     assert status == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"record.json", "table.md"}
-    assert "no plots: import of matplotlib halted; None in sys.modules; draw them elsewhere" in capsys.readouterr().out
+    assert {path.name for path in folder.iterdir()} == {"record.json", "table.md"}
+    printed = capsys.readouterr().out
+    assert "no plots: import of matplotlib halted; None in sys.modules; draw them elsewhere" in printed
+    assert f"`dynattn benchmark --redraw '{folder / 'record.json'}'`" in printed
 
 
 @pytest.mark.slow

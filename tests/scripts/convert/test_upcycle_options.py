@@ -238,9 +238,10 @@ def test_models_without_a_head_are_told_so_before_the_authors_format_is_written(
 def test_a_checkpoint_in_the_authors_format_is_converted_before_it_is_compared(
     kind: str, fields: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_checkpoint(tmp_path / "theirs", fields, {"weight": torch.ones(1)})
-    fix = f"is in the authors' format; convert it first with `dynattn convert {kind} {tmp_path / 'theirs'} DST`"
-    assert fix in refusal(capsys, "check", tmp_path / "theirs", tmp_path / "theirs")
+    theirs = tmp_path / "their model"  # the command is to be pasted, so that the shell reads one word
+    write_checkpoint(theirs, fields, {"weight": torch.ones(1)})
+    fix = f"is in the authors' format; convert it first with `dynattn convert {kind} '{theirs}' DST`"
+    assert fix in refusal(capsys, "check", theirs, theirs)
 
 
 def test_damaged_sources(parent: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -271,10 +271,10 @@ def test_another_run_is_not_overwritten_unless_asked(finished: Result, corpus: P
     (tmp_path / "other" / "run.json").write_text('{"name": "of another tool"}')
     with pytest.raises(UserError, match=r"holds data and no run"):
         run(tmp_path / "other", corpus)
-    shutil.copytree(tmp_path / "killed", tmp_path / "damaged")
-    (tmp_path / "damaged" / "run.json").write_text('{"output": "dam')
-    with pytest.raises(UserError, match=r"run\.json is damaged; to go on, .* --resume .*/step-000004"):
-        run(tmp_path / "damaged", corpus)
+    shutil.copytree(tmp_path / "killed", tmp_path / "a damaged run")
+    (tmp_path / "a damaged run" / "run.json").write_text('{"output": "dam')
+    with pytest.raises(UserError, match=r"run\.json is damaged; to go on, .* --resume '.*/step-000004'"):
+        run(tmp_path / "a damaged run", corpus)
     with pytest.raises(UserError, match="is a file"):
         run(corpus, corpus)
     assert before == {path: path.stat().st_mtime_ns for path in finished.output.rglob("*")}
