@@ -82,13 +82,15 @@ NOTES = (note_query_input, note_key_input)
 def note_first(projection: nn.Module, note: Callable[..., None]) -> None:
     """Makes `note` a hook of a projection that comes before those of others, which may change its input.
 
-    Rotations of quantization do so, and put themselves first.
+    Rotations of quantization do so, and put themselves first. An adapter that took the place of a projection calls it
+    with inputs that it has changed, as PEFT's OFT does, so a projection within another one notes nothing.
     """
-    hooks = projection._forward_pre_hooks
-    if note in takewhile(NOTES.__contains__, hooks.values()):  # a joint projection has both notes
+    if note in takewhile(NOTES.__contains__, projection._forward_pre_hooks.values()):  # a joint one has both notes
         return
-    for key in [key for key, hook in hooks.items() if hook is note]:
-        del hooks[key]
+    for module in projection.modules():
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is note]:
+            del hooks[key]
     projection.register_forward_pre_hook(note, prepend=True)
 
 

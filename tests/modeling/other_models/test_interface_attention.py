@@ -21,7 +21,7 @@ from cases.models import assert_same_gradients
 from cases.vision_models import strengthen
 from cases.vision_parents import make_parent as make_vision_parent
 from packaging import version
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, OFTConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
@@ -705,6 +705,28 @@ def test_inputs_of_projections_that_others_rotate_are_noted_as_they_were(family:
         projection.register_forward_pre_hook(lambda _, inputs: inputs[0] @ rotation, prepend=True)
     for _ in range(2):
         torch.testing.assert_close(attend(model).logits, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("kind", ["oft", "ia3"])
+@torch.no_grad()
+def test_adapters_that_change_the_inputs_of_projections_can_be_merged(kind: str, family: str) -> None:
+    """They call the projection in them with changed inputs; once they are merged, they change its weight instead."""
+    neox = {**DECODER, "attention_dropout": 0.0}
+    model = llama() if family == "llama" else GPTNeoXForCausalLM(GPTNeoXConfig(**neox)).eval().double()
+    compose_heads_of(model)
+    strengthen(model)
+    targets = ["q_proj", "k_proj"] if family == "llama" else ["query_key_value"]
+    configs = {
+        "oft": OFTConfig(r=0, oft_block_size=8, target_modules=targets),
+        "ia3": IA3Config(target_modules=targets, feedforward_modules=targets),
+    }
+    adapted: Any = get_peft_model(model, configs[kind]).eval()
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter += 0.2 * torch.randn_like(parameter)
+    expected = attend(adapted).logits
+    torch.testing.assert_close(attend(adapted.merge_and_unload()).logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.skipif(version.parse(transformers.__version__).release < (5, 24), reason="needs transformers>=5.24")
