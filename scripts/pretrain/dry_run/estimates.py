@@ -104,7 +104,7 @@ def expected_vocabulary(arguments: PretrainArguments) -> dict[str, int]:
     """
     if arguments.tokenizer == "bpe":
         return {"vocab_size": pad_vocabulary(arguments.vocab_size)}
-    if arguments.init_from or not Path(str(arguments.tokenizer)).is_dir():
+    if arguments.init_from or arguments.tokenizer is None or not Path(arguments.tokenizer).is_dir():
         return {}
     return {"vocab_size": pad_vocabulary(required_vocabulary(load_tokenizer(arguments.tokenizer)))}
 
