@@ -499,6 +499,10 @@ def registered() -> Iterator[type]:
     del AutoModelForCausalLM._model_mapping._extra_content[LlamaConfig]
 
 
+@pytest.mark.skipif(
+    version.parse(transformers.__version__).release < (5, 19),
+    reason="needs transformers>=5.19",
+)
 def test_an_auto_class_loads_composed_heads_where_their_class_is_registered(registered: type, tmp_path: Path) -> None:
     model = registered(LlamaConfig(**DECODER)).eval()
     strengthen(model)
