@@ -23,7 +23,7 @@ from dynattn.modeling.other_models.interface_attention import check_makes_masks
 from ..common.checkpoint_loading import check_loaded
 from ..common.errors import UserError, in_one_line, refusal_of
 from .arguments import PretrainArguments
-from .model_config import AUTO_CLASSES
+from .model_config import AUTO_CLASSES, mixing_documents
 from .width_transfer import scale_initial_weights
 
 
@@ -82,20 +82,16 @@ def check_keeps_documents_apart(model: PreTrainedModel, arguments: PretrainArgum
     Raises:
         UserError: it is one of them.
     """
-    without = "mask_documents: false (--no_mask_documents)"
     implementation = model.config._attn_implementation
     if "flash" in implementation:
         if arguments.batch_size > 1 or arguments.length_warmup_steps:
             raise UserError(
                 f"attn_implementation={implementation} keeps the documents of a packed sequence apart only where a "
                 "forward pass reads one sequence; give attn_implementation: sdpa, batch_size: 1 without "
-                f"length_warmup_steps, or {without}"
+                "length_warmup_steps, or mask_documents: false (--no_mask_documents)"
             )
     elif sees_other_documents(model):
-        raise UserError(
-            f"mask_documents keeps documents apart by positions that restart, and a {model.config.model_type} does not "
-            f"read them so; give {without}"
-        )
+        raise mixing_documents(model.config)
 
 
 def sees_other_documents(model: PreTrainedModel, length: int = 8) -> bool:

@@ -192,10 +192,15 @@ def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments) -> None:
     if arguments.carry_memory:
         check_memory(config, arguments.sequence_length)
     if arguments.objective == "masked_lm" and arguments.mask_documents and family_of(config) is None:
-        raise UserError(
-            f"mask_documents keeps documents apart by positions that restart, and a {config.model_type} does not "
-            "read them so; give mask_documents: false (--no_mask_documents)"
-        )
+        raise mixing_documents(config)
+
+
+def mixing_documents(config: PreTrainedConfig) -> UserError:
+    """The refusal of a model that would ignore `mask_documents`."""
+    return UserError(
+        f"mask_documents keeps documents apart by positions that restart, and a {config.model_type} does not "
+        "read them so; give mask_documents: false (--no_mask_documents)"
+    )
 
 
 def _check_predicts_next(config: PreTrainedConfig) -> None:
