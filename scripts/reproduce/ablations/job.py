@@ -71,6 +71,7 @@ def variants(arguments: AblationsArguments) -> dict[str, Variant]:
     """What each variant trains, by name; the first is the baseline."""
     size = SIZES[arguments.size]
     steps = size.steps if arguments.max_steps is None else arguments.max_steps
+    every = max(1, steps // VALIDATIONS)
     options = {
         **COMMON,
         **text_options(arguments.dataset, arguments.validation_dataset),
@@ -78,8 +79,9 @@ def variants(arguments: AblationsArguments) -> dict[str, Variant]:
         "learning_rate": size.learning_rate,
         "max_steps": steps,
         "warmup_steps": max(1, steps // 20),
-        "eval_every": max(1, steps // VALIDATIONS),
-        "save_every": steps,
+        "eval_every": every,
+        "save_every": every,  # so that a run that is stopped loses a tenth of its time at most
+        "keep_checkpoints": 1,
     }
     plain = ATTENTIONS["plain"].fields
     changes = {"plain": plain, WIDER: {**plain, "intermediate_size": size.wider}}
