@@ -105,11 +105,24 @@ def _reading(record: Mapping[str, Any], timed: bool) -> str:
     quoted = record.get("quoted")
     line = f" Quoted: {quoted['label']}, {quoted['source']}." if quoted else ""
     return (
-        f"Mean ± standard deviation over {len(seeds)} seeds (initial weights and order of the data); {_spent(record)}; "
+        f"Mean ± standard deviation over {len(seeds)} seeds ({_decided_by_seeds(record)}); {_spent(record)}; "
         f"loss in {loss_unit(record)} on {_numbers(record['validation_targets'])} held-out tokens. Difference: paired "
         f"by seed, from {next(iter(arms.values()))['label']}; p of a two-sided paired t-test, {correction}. "
         f"{EFFICIENCY if timed else ''}{_learning_rates(record)} {equal}{line}{_diverged(record)}"
     )
+
+
+def _decided_by_seeds(record: Mapping[str, Any]) -> str:
+    """What differs between seeds: if the study did not train the parents, only weights that it adds are random."""
+    settings = record["settings"]
+    variants = settings.get("variants", {}).values()
+    is_given = isinstance(settings.get("parent"), str) or (variants and all(map(_is_trained, variants)))
+    return "order of the data, and weights that are added" if is_given else "initial weights and order of the data"
+
+
+def _is_trained(options: Mapping[str, Any]) -> bool:
+    """Whether the runs of a variant continue a checkpoint."""
+    return options.get("init_from") is not None
 
 
 def _spent(record: Mapping[str, Any]) -> str:

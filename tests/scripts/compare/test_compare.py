@@ -161,6 +161,21 @@ def test_different_tokens_are_told_for_each_row():
     assert "Tokens are equal" not in text
 
 
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"parent": {"model_type": "gpt_neox"}}, "initial weights and order of the data"),
+        ({"parent": "SmolLM2"}, "order of the data, and weights that are added"),
+        ({"variants": {"a": {}, "b": {"init_from": "model"}}}, "initial weights and order of the data"),
+        ({"variants": {"a": {"init_from": "model"}}}, "order of the data, and weights that are added"),
+    ],
+)
+def test_the_table_says_what_seeds_decide(settings: dict[str, Any], what: str):
+    record = record_of({"plain": dict.fromkeys(range(2), run_of(5.0))})
+    record["settings"] |= settings
+    assert f"over 2 seeds ({what});" in table(record)
+
+
 def test_differences_are_drawn_at_equal_tokens():
     """One arm is validated twice as often: its losses are compared with those of the other after the same tokens."""
     often = {**run_of(5.0, 4.0, 3.5, 3.0), "seed": 3}
