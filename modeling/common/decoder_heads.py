@@ -1,11 +1,12 @@
 """The heads of decoders, mixed in front of a family's `PreTrainedModel`."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, ClassVar
 
-import torch  # noqa: F401 (llm-compressor runs a copy of `forward` in this namespace, and calls torch there)
+import torch  # llm-compressor runs a copy of `forward` in this namespace, and calls torch there
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import GenerationMixin, PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import (
@@ -19,6 +20,7 @@ from transformers.utils import can_return_tuple
 
 from ..caches.names import cache_in, named_cache, takes_either_name
 from ..ops.chunked_loss import chunked_causal_loss
+from ..positions.rotary import longrope_borders
 from ..serving.batched_generation import BatchedGeneration
 from .classification import check_skip_logits, check_token_labels
 
@@ -55,8 +57,15 @@ class CausalLMHead(BatchedGeneration):
         """As in Transformers, whose first pass reads all of `input_ids` `[1, T]`, also tokens that are cached already.
 
         Raises:
-            ValueError: the cache holds tokens.
+            ValueError: the cache holds tokens, or LongRoPE would turn to its long factors on the way.
         """
+        longest = kwargs["generation_config"].max_length
+        for border in longrope_borders(self.config):
+            if input_ids.shape[1] <= border < longest:
+                raise ValueError(
+                    f"assisted decoding to max_length={longest} would take the keys of LongRoPE's short factors beyond "
+                    f"original_max_position_embeddings ({border}); give max_length={border}, or generate without it"
+                )
         cache = cache_in(kwargs)
         if cache is not None and (held := int(cache.get_seq_length())):
             raise ValueError(
@@ -65,6 +74,28 @@ class CausalLMHead(BatchedGeneration):
         if cache is not None:  # makes the layers that are told to record the past
             self.model.prepare_cache(cache)
         return super()._assisted_decoding(input_ids, *args, **kwargs)  # type: ignore[misc]
+
+    # With the signature of the original, in which `generate` looks for the arguments that it may be given.
+    @wraps(GenerationMixin.prepare_inputs_for_generation, assigned=())
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As in Transformers, but where LongRoPE turns to its long factors all tokens are read again, as by its Phi-3.
+
+        Without the cached ones among the tokens `[B, T]`, as after embeddings, that cannot be done.
+        """
+        if self._turns_to_long_factors(input_ids, cache_in(kwargs), kwargs.get("attention_mask")):
+            kwargs |= {**named_cache(None), "next_sequence_length": None}
+        return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
+
+    def _turns_to_long_factors(self, input_ids: Tensor, cache: Cache | None, mask: Any) -> bool:
+        """Whether the longest row of all tokens `[B, T]` crosses a border of LongRoPE that the cached ones do not."""
+        borders = longrope_borders(self.config)
+        if not borders or cache is None or not cache.get_seq_length():
+            return False
+        mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else torch.ones_like(input_ids)
+        if mask.shape[1] != input_ids.shape[1]:
+            return False
+        cached, all_tokens = (int(mask[:, :end].sum(dim=1).max()) for end in (cache.get_seq_length(), None))
+        return any(cached <= border < all_tokens for border in borders)
 
     @takes_either_name
     @can_return_tuple

@@ -165,6 +165,17 @@ def batch_dependent_rope(config: Any) -> str | None:
     return next((rope_type for rope_type in rope_types(config) if rope_type in BATCH_DEPENDENT), None)
 
 
+def longrope_borders(config: Any) -> list[int]:
+    """The lengths beyond which LongRoPE turns all tokens by its long factors, of the layer types that have it.
+
+    Keys that were cached before such a border have the short factors, and do not fit queries behind it.
+    """
+    if not hasattr(config, "rope_of"):
+        return []
+    ropes = (config.rope_of(layer_type) for layer_type in rotating_types(config))
+    return [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the first `rotary_dim` dimensions of `x` `[B, H, T, D]`, in the pairs `(i, i + rotary_dim / 2)`.
 

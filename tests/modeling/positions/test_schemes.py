@@ -211,8 +211,33 @@ def test_every_rope_type_is_that_of_llama_beyond_the_trained_length(rope: dict[s
     load(model.double().eval(), parent.state_dict(), {})
     ids = torch.randint(1, 61, (2, 55))
     torch.testing.assert_close(model(ids).logits, parent(ids).logits, **SINGLE)
-    tokens = [one.generate(ids[:, :12], max_new_tokens=40, do_sample=False) for one in (model, parent)]
-    assert torch.equal(*tokens)
+    # Llama keeps keys of LongRoPE's short factors in the cache. Here they are computed again, as by Phi-3.
+    options = {"use_cache": False} if rope["rope_type"] == "longrope" else {}
+    ours = model.generate(ids[:, :12], max_new_tokens=40, do_sample=False)
+    assert torch.equal(ours, parent.generate(ids[:, :12], max_new_tokens=40, do_sample=False, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
+@pytest.mark.parametrize("pads", [0, 5])
+def test_a_cache_does_not_keep_short_factors_of_longrope(options: dict[str, Any], pads: int) -> None:
+    torch.manual_seed(0)
+    fields = {"rope_parameters": dict(ROPES[5]), "pad_token_id": 0, "compose_init_scale": 20.0}
+    model = random_weights(DCFormerForCausalLM(DCFormerConfig(**OURS, **fields)))
+    ids = F.pad(torch.randint(1, 61, (2, 12)), (pads, 0))
+    mask = F.pad(torch.ones(2, 12, dtype=torch.long), (pads, 0))
+    mask[1, : pads + 3] = 0
+    inputs = {"attention_mask": mask, "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    plain = {name: value for name, value in options.items() if name != "cache_implementation"}
+    expected = model.generate(ids, **inputs, **plain, use_cache=False)
+    assert torch.equal(model.generate(ids, **inputs, **options), expected)
+
+
+def test_assisted_decoding_does_not_keep_short_factors_of_longrope() -> None:
+    model = random_weights(DCFormerForCausalLM(DCFormerConfig(**OURS, rope_parameters=dict(ROPES[5]))))
+    options = {"prompt_lookup_num_tokens": 3, "do_sample": False}
+    with pytest.raises(ValueError, match="assisted decoding to max_length=17 would take the keys of LongRoPE's short"):
+        model.generate(torch.randint(1, 61, (1, 12)), max_length=17, **options)
+    assert model.generate(torch.randint(1, 61, (1, 12)), max_length=16, **options).shape[1] <= 16
 
 
 @pytest.mark.parametrize(("buckets", "farthest"), [(8, 20), (16, 64), (32, 128)])
