@@ -43,6 +43,9 @@ LONGER_ROPES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 16,
         }
     },
+    "whole-heads": {  # which ModernBERT rotates, whatever the factor says
+        "full_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    },
 }
 # The head and the configuration of each.
 ENCODER_PARENTS: dict[str, tuple[str, ModernBertConfig]] = {

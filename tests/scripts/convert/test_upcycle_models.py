@@ -121,6 +121,8 @@ PARENTS: dict[str, PreTrainedConfig] = {
     "olmo2-tied": llama(Olmo2Config, rope_parameters=LLAMA3, tie_word_embeddings=True),
     "olmo3": llama(Olmo3Config, layer_types=[SLIDING, SLIDING, FULL], sliding_window=7, rope_parameters=BY_TYPE),
 }
+# Transformers reads nothing of this but the sets by layer type, which it adds.
+PARENTS["olmo3-flat-rope"] = llama(Olmo3Config, rope_parameters=dict(YARN), layer_types=[SLIDING, FULL, FULL])
 # Newer than the oldest Transformers that the project supports, and of Llama's class.
 for name in ("InternLM3", "IQuestCoder"):
     if hasattr(transformers, f"{name}Config"):

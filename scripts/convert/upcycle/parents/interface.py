@@ -82,10 +82,10 @@ def class_head(config: Any, heads: tuple[str, ...]) -> str:
 def obeyed_rope(rope: dict[str, Any]) -> dict[str, Any]:
     """Rotary parameters of a parent that rotates whole heads, whatever they say, where they have the default type.
 
-    There may be one set for each type of layers.
+    There may be one set for each type of layers. Transformers then ignores values beside them.
     """
     if any(isinstance(value, dict) for value in rope.values()):
-        return {layer_type: obeyed_rope(own) for layer_type, own in rope.items()}
+        return {layer_type: obeyed_rope(own) for layer_type, own in rope.items() if isinstance(own, dict)}
     if rope.get("rope_type", "default") != "default":
         return rope
     return {name: value for name, value in rope.items() if name != "partial_rotary_factor"}

@@ -7,7 +7,7 @@ from transformers import ModernBertConfig, PreTrainedConfig
 from ...common.encoder_probe import ENCODER
 from ...common.transforms import Split
 from ...common.weight_map import Drop, Rule, WeightMap, renames
-from .interface import Parent, class_head, plain_heads, require_fields, shared_fields
+from .interface import Parent, class_head, obeyed_rope, plain_heads, require_fields, shared_fields
 
 SHARED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -32,6 +32,7 @@ def to_fields(config: Any) -> dict[str, Any]:
         UserError: it has another head than ours have.
     """
     fields = {**shared_fields(config, SHARED), "hidden_act": config.hidden_activation, "use_qk_norm": False}
+    fields["rope_parameters"] = obeyed_rope(config.rope_parameters)
     return {**fields, "architectures": ["DCModernBert" + class_head(config, HEADS)]}
 
 
