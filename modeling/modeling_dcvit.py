@@ -135,8 +135,13 @@ class DCViTModel(EncoderLayers, DCViTPreTrainedModel):
                 as configured.
 
         Raises:
-            ValueError: the images or the mask have a shape that does not fit.
+            ValueError: the images or the mask have a shape that does not fit, or patches are to be masked.
         """
+        if kwargs.get("bool_masked_pos") is not None:
+            raise ValueError(
+                "bool_masked_pos is given, but a DCViT has no mask token to put in place of patches; mask the images, "
+                "or hide patches from attention with attention_mask"
+            )
         hidden_states = self.embeddings(pixel_values, interpolate_pos_encoding)
         self.check_mask(attention_mask, hidden_states)
         hidden_states = self.norm(self.run_layers(hidden_states, attention_mask, **kwargs))

@@ -242,6 +242,8 @@ def test_other_inputs_that_do_not_fit_are_refused() -> None:
     model = make_model()
     with pytest.raises(ValueError, match=r"pixel_values are torch\.uint8; run the image processor first"):
         model(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="a DCViT has no mask token"):
+        model.model(images(2, 3, 32, 32), bool_masked_pos=torch.ones(2, 16, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"labels of shape \(3,\) do not fit single_label_classification of 2 rows"):
         model(images(2, 3, 16, 16), labels=torch.zeros(3, dtype=torch.long))
     with pytest.raises(ValueError, match=r"hides every token of rows \[1\]"):
