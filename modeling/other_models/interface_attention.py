@@ -334,7 +334,8 @@ def _refuse_options(
         raise ValueError(f"attention with {foreign} cannot have composed heads; leave it out by names=[...]")
     if options.get("cache") is not None:  # a paged one, which models pass on before 5.24
         raise ValueError("continuous batching of composed heads in this model needs transformers>=5.24")
-    if attention_mask is None and options.get("cu_seq_lens_q") is not None:
+    borders = options.get("cu_seq_lens_q")
+    if attention_mask is None and borders is not None and len(borders) != 2:  # two are those of a single document
         raise ValueError("cu_seq_lens_q keeps no documents apart here; give position_ids alone, which become a mask")
 
 

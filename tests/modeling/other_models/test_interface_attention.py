@@ -774,6 +774,15 @@ def test_calls_that_would_be_wrong_in_silence_are_refused() -> None:
         model.model.layers[0].self_attn(torch.randn(1, 2, 32))
 
 
+def test_a_packed_row_may_be_a_single_document() -> None:
+    model = llama()
+    compose_heads_of(model)
+    ids = IDS[:1]
+    borders = torch.tensor([0, ids.shape[1]])  # TRL's collator gives them, and Transformers makes no mask
+    packed = model(ids, position_ids=torch.arange(ids.shape[1])[None], cu_seq_lens_q=borders, cu_seq_lens_k=borders)
+    torch.testing.assert_close(packed.logits, model(ids).logits, atol=0, rtol=0)
+
+
 def test_dropout_that_was_switched_off_stays_off() -> None:
     model = llama(attention_dropout=0.1)
     compose_heads_of(model, dropout=0.0)
