@@ -336,7 +336,10 @@ def _refuse_options(
         raise ValueError("continuous batching of composed heads in this model needs transformers>=5.24")
     borders = options.get("cu_seq_lens_q")
     if attention_mask is None and borders is not None and len(borders) != 2:  # two are those of a single document
-        raise ValueError("cu_seq_lens_q keeps no documents apart here; give position_ids alone, which become a mask")
+        raise ValueError(
+            "cu_seq_lens_q keeps no documents apart here; give position_ids alone and use_cache=False, with which "
+            "Transformers makes a mask of them"
+        )
 
 
 def _refuse_beside_source(position_bias: Tensor | None, sinks: Tensor | None, is_causal: bool) -> None:

@@ -764,8 +764,11 @@ def test_calls_that_would_be_wrong_in_silence_are_refused() -> None:
         model(IDS[:, :1], past_key_values=filled)
     with pytest.raises(ValueError, match="an offloaded cache cannot keep composition factors here"):
         model.generate(IDS, cache_implementation="offloaded", **GREEDY)
-    with pytest.raises(ValueError, match="cu_seq_lens_q keeps no documents apart here; give position_ids alone"):
+    with pytest.raises(ValueError, match="keeps no documents apart here; give position_ids alone and use_cache=False"):
         model(IDS[:1], cu_seq_lens_q=torch.tensor([0, 4, 11]), position_ids=torch.arange(11)[None])
+    positions = torch.cat([torch.arange(4), torch.arange(7)])[None]
+    apart = model(IDS[:1], position_ids=positions, use_cache=False).logits[:, 4:]
+    torch.testing.assert_close(apart, model(IDS[:1, 4:]).logits, atol=1e-5, rtol=0)
     model.model.layers[0].self_attn.attention_dropout = 0.1
     with pytest.raises(ValueError, match=r"dropout=0\.1 drops probabilities"):
         attend(model.train())
