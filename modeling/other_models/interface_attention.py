@@ -9,7 +9,6 @@ import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -85,8 +84,11 @@ def note_first(projection: nn.Module, note: Callable[..., None]) -> None:
     Rotations of quantization do so, and put themselves first. An adapter that took the place of a projection calls it
     with inputs that it has changed, as PEFT's OFT does, so a projection within another one notes nothing.
     """
-    if note in takewhile(NOTES.__contains__, projection._forward_pre_hooks.values()):  # a joint one has both notes
-        return
+    for hook in projection._forward_pre_hooks.values():
+        if hook is note:
+            return
+        if hook not in NOTES:  # a joint projection has both notes, in any order
+            break
     for module in projection.modules():
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hook is note]:

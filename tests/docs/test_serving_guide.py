@@ -12,12 +12,14 @@ from cases.models import make_model
 from cases.processes import free_port
 from cases.serving import running_server, save_with_tokenizer
 from cases.text import fenced_blocks
+from cases.versions import needs_transformers
 
 GUIDE = (Path(__file__).parents[2] / "docs/guides/serving.md").read_text(encoding="utf-8")
 TRANSFORMERS = GUIDE.partition("## Transformers")[2].partition("## An HTTP server")[0]
 SERVER = GUIDE.partition("## An HTTP server")[2].partition("\n## ")[0]
 
 
+@needs_transformers("5.23")
 def test_python_blocks_run_and_answer(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
     for block in fenced_blocks(TRANSFORMERS, "python"):

@@ -121,7 +121,7 @@ def test_inner_folders_have_a_caption_and_nothing_else(top: str) -> None:
 
 # A process without what Python's own modules have on POSIX systems alone. Other packages are loaded before.
 WINDOWS = """
-import os, signal, sys, warnings
+import os, shutil, signal, sys, types, warnings
 import torch
 from transformers import GenerationMixin, Trainer
 for name in ("fcntl", "grp", "pwd", "resource", "termios"):
@@ -131,6 +131,7 @@ for name in ("fork", "geteuid", "getuid", "killpg", "register_at_fork", "sched_g
 for name in ("SIGHUP", "SIGKILL", "SIGPIPE", "pthread_sigmask"):
     delattr(signal, name)
 sys.platform = "win32"
+shutil._winapi = types.SimpleNamespace(NeedCurrentDirectoryForExePath=bool)  # which Python 3.12 asks there
 import dynattn
 for name in dynattn.__all__:
     getattr(dynattn, name)
@@ -139,7 +140,8 @@ tokens = torch.arange(40).reshape(2, 20)
 with warnings.catch_warnings(record=True) as warned:
     output = model(tokens, labels=tokens)
 output.loss.backward()
-assert "C code is not compiled on Windows" in str(warned[0].message), warned
+messages = [str(warning.message) for warning in warned]  # builds of PyTorch for CUDA may warn that they find no driver
+assert any("C code is not compiled on Windows" in message for message in messages), messages
 model.set_attn_implementation("eager")
 torch.testing.assert_close(model(tokens).logits, output.logits)
 try:

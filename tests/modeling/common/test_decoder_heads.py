@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cases.models import make_model
+from cases.versions import needs_transformers
 from torch import nn
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -18,6 +19,7 @@ PROMPTS = [[3, 5, 7, 9, 11], [4, 8, 15, 16, 23, 42, 2, 1], [9]]
 SMALL_CACHE: dict[str, Any] = {"page_size": 8, "num_blocks": 40, "max_batch_tokens": 64}
 
 
+@needs_transformers("5.23")
 @pytest.mark.parametrize("options", [{}, {"attn_implementation": "eager"}, {"attn_implementation": "chunked"}], ids=str)
 def test_continuous_batching_of_a_plain_decoder_gives_the_tokens_of_generate(options: dict[str, Any]) -> None:
     model = make_model(compose_pre=False, compose_post=False, **options)

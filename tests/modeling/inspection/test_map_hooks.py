@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases.models import make_model
+from cases.versions import needs_transformers
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -116,6 +117,7 @@ def test_hooks_on_the_encoder_alone_leave_the_decoder_as_it_is() -> None:
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
 
 
+@needs_transformers("5.23")
 def test_hooks_see_what_continuous_batching_computes() -> None:
     model, seen = make_model(), set()
     dynattn.add_map_hooks(model)

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from cases.models import SMALL
 from cases.processes import in_processes
-from packaging import version
+from cases.versions import needs_transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -211,7 +210,7 @@ def test_heads_composed_in_place_compute_the_same_in_two_processes(name: str, gr
     split(tmp_path, lambda: assert_parts_compute_the_same(composed, tmp_path))
 
 
-@pytest.mark.skipif(version.parse(transformers.__version__).release < (5, 24), reason="needs transformers>=5.24")
+@needs_transformers("5.24")
 def test_engines_serve_models_of_which_each_process_has_a_part(tmp_path: Path) -> None:
     """Transformers' continuous batching, whose cache keeps in each process the heads of that process."""
     composed = dynattn.with_composed_heads(LlamaForCausalLM, compose_rank=2, compose_groups=2)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cases.models import make_model
+from cases.versions import needs_transformers
 from cases.vision_models import strengthen
 from transformers import (
     BartConfig,
@@ -136,6 +137,7 @@ def alone(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     return model.generate(torch.tensor([prompt]), GREEDY)[0, len(prompt) :].tolist()
 
 
+@needs_transformers("5.24")
 @pytest.mark.parametrize("name", MODELS)
 def test_requests_together_get_the_tokens_of_each_alone(name: str) -> None:
     model, asked = MODELS[name](), prompts()
@@ -145,6 +147,7 @@ def test_requests_together_get_the_tokens_of_each_alone(name: str) -> None:
     assert {tuple(one.prompt_ids): one.generated_tokens for one in found.values()} == expected
 
 
+@needs_transformers("5.24")
 def test_a_model_generates_by_itself_while_it_serves() -> None:
     model, asked = MODELS["gemma 3"](), prompts()
     expected = [alone(model, prompt) for prompt in asked]
@@ -156,6 +159,7 @@ def test_a_model_generates_by_itself_while_it_serves() -> None:
             assert next(one for one in manager.request_id_iter(name) if one.is_finished()).generated_tokens == tokens
 
 
+@needs_transformers("5.24")
 @pytest.mark.parametrize("name", UNFIT)
 def test_a_model_of_which_rows_would_not_keep_enough_is_refused(name: str) -> None:
     make, message = UNFIT[name]

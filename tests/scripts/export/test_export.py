@@ -13,6 +13,7 @@ import torch
 import transformers
 from cases.checkpoints import edit_config, save_tokenizer
 from cases.models import make_model
+from cases.versions import needs_transformers
 from cases.vision_models import strengthen
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -190,6 +191,7 @@ def test_prompts_reach_beyond_the_window_and_fit_the_positions() -> None:
         make_prompt(config, 511, 0)
 
 
+@needs_transformers("5.23")
 def test_what_cannot_be_exported_is_refused(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +219,7 @@ def test_what_cannot_be_exported_is_refused(
     assert not destination.exists()
 
 
+@needs_transformers("5.23")
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,6 +233,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
 LONGROPE = {"factor": 2.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
 
 
+@needs_transformers("5.23")
 @pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope", **LONGROPE}])
 def test_angles_that_depend_on_the_batch_are_refused(
     rope: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -242,6 +246,7 @@ def test_angles_that_depend_on_the_batch_are_refused(
         assert f"has rope_type '{rope['rope_type']}'" in told
 
 
+@needs_transformers("5.23")
 def test_a_missing_package_is_named(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +259,7 @@ def test_a_missing_package_is_named(
     assert "pip install 'dynattn[executorch]'" in refusal(capsys, "executorch", checkpoint, tmp_path / "graphs")
 
 
+@needs_transformers("5.23")
 def test_wrong_graphs_leave_what_was_there(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

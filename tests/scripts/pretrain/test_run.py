@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from cases.checkpoints import assert_same_weights, weights_of
 from cases.training import LLAMA, arguments, assert_same_run, curve, killed_run, losses, run, without_timing
+from cases.versions import needs_transformers
 from huggingface_hub import ModelCard
-from packaging import version
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
@@ -163,9 +162,7 @@ ADDING: dict[str, tuple[dict[str, Any], str, Any]] = {
 }
 
 
-READS_ITS_FIELD = pytest.mark.skipif(
-    version.parse(transformers.__version__).release < (5, 19), reason="needs transformers>=5.19"
-)
+READS_ITS_FIELD = needs_transformers("5.19")
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", pytest.param("jetmoe", marks=READS_ITS_FIELD), "bamba"])
