@@ -9,6 +9,7 @@ import torch
 
 from ..common.errors import UserError
 from .arguments import PretrainArguments
+from .data.batch_order import whole
 from .options.ranges import LARGEST_INTEGER
 
 
@@ -60,7 +61,7 @@ def build_schedule(arguments: PretrainArguments, pass_length: float, global_batc
     Raises:
         UserError: warmup, or the updates with frozen weights, would take the whole run, or `epochs` are too many.
     """
-    max_steps = arguments.max_steps or math.ceil((arguments.epochs or 1.0) * pass_length / global_batch)
+    max_steps = arguments.max_steps or whole((arguments.epochs or 1.0) * pass_length / global_batch)
     if max_steps > LARGEST_INTEGER:
         raise UserError(f"epochs={arguments.epochs} are more than {LARGEST_INTEGER} updates; lower it")
     warmup_steps = max_steps // 50 if arguments.warmup_steps is None else arguments.warmup_steps

@@ -136,12 +136,17 @@ class MixtureOrder(TrainingOrder):
         self._shuffled_block = block
 
 
+def whole(count: float) -> int:
+    """The least whole number that is not below `count`, but for its last digits: 1.1 * 50 is a little more than 55."""
+    return math.ceil(round(count, 6))
+
+
 def block_within(pass_length: float, sources: int) -> int:
     """The length of blocks into which an epoch of `pass_length` sequences can be divided, so that it ends with one.
 
     Then each source is read as often as its epochs say. A block has a place for each source, and up to `MIXTURE_BLOCK`.
     """
-    sequences = math.ceil(pass_length)
+    sequences = whole(pass_length)
     return max(math.ceil(sequences / math.ceil(sequences / MIXTURE_BLOCK)), sources)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
+from dynattn.scripts.pretrain.data.batch_order import block_within
 from dynattn.scripts.pretrain.schedule import RateSchedule, build_schedule, keeps_past
 
 
@@ -24,6 +25,15 @@ def test_schedule_has_the_values_of_the_formula():
 def test_more_passes_than_a_run_can_count_are_refused():
     with pytest.raises(UserError, match=r"epochs=1e\+300 are more than 2147483647 updates; lower it"):
         build_schedule(PretrainArguments(output="x", epochs=1e300), pass_length=100.0, global_batch=4)
+
+
+def test_parts_of_a_pass_give_no_update_more_than_they_need():
+    def updates(epochs: float, sequences: int, batch: int) -> int:
+        return build_schedule(PretrainArguments(output="x", epochs=epochs), sequences, batch).max_steps
+
+    assert 1.1 * 1600 / 32 > 55, "in floating point"
+    assert [updates(1.1, sequences, 32) for sequences in (1570, 1600, 1601)] == [54, 55, 56]
+    assert block_within(1.1 * 50 + 1.0 * 50, sources=2) == 105
 
 
 def test_wsd_stays_at_the_peak_and_falls_in_a_straight_line():
