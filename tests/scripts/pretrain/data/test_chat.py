@@ -164,6 +164,14 @@ def test_the_shipped_template_refuses_content_that_is_no_text():
         ChatEncoder(tokenizer(SHIPPED.read_text()))([json.dumps(turns)])
 
 
+def test_the_shipped_template_refuses_calls_of_tools_instead_of_leaving_them_out():
+    turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "count"}}]}]
+    with pytest.raises(UserError, match="writes no tool_calls"):
+        ChatEncoder(tokenizer(SHIPPED.read_text()))([json.dumps(turns)])
+    without = [TURNS[0], {**TURNS[1], "tool_calls": None}]  # as a column has it that other rows fill
+    assert ChatEncoder(tokenizer(SHIPPED.read_text()))([json.dumps(without)]).text_bytes == len("Eight legs.")
+
+
 def test_a_tokenizer_keeps_its_template_unless_a_file_is_named(tmp_path: Path):
     own, bare = tokenizer(TAGGED), tokenizer(None)
     assert give_chat_template(own, None) == "" and own.chat_template == TAGGED
