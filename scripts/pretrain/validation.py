@@ -24,7 +24,7 @@ class Validation:
         perplexity: exp(loss).
         bits_per_byte: the nats of all targets, end tokens included, divided by ln 2 and by the UTF-8 bytes of the text,
             end tokens excluded. It does not depend on the tokenizer's vocabulary. None in masked language modeling,
-            whose targets are a sample of the text.
+            whose targets are a sample of the text, and where the targets spell no text, as in empty answers.
         targets: their number.
     """
 
@@ -43,7 +43,7 @@ class Validation:
         """
         loss = nats / targets
         perplexity = math.exp(loss) if loss < 700 else math.inf
-        bits_per_byte = None if text_bytes is None else nats / math.log(2) / text_bytes
+        bits_per_byte = nats / math.log(2) / text_bytes if text_bytes else None
         return cls(loss, perplexity, bits_per_byte, targets)
 
 

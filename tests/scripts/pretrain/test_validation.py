@@ -15,3 +15,9 @@ def test_bits_per_byte_by_hand():
     assert validation.loss == pytest.approx(nats / 6)
     assert validation.perplexity == pytest.approx(2 ** (10 / 6))
     assert validation.targets == 6
+
+
+def test_targets_that_spell_no_text_have_no_bits_per_byte():
+    """Such as the ends of empty answers, where these are all that is held out."""
+    validation = Validation.from_sums(math.log(2), targets=1, text_bytes=0)
+    assert (validation.bits_per_byte, validation.perplexity) == (None, pytest.approx(2))
