@@ -93,26 +93,45 @@ def _ask(model: PreTrainedModel, prompt: Prompt) -> tuple[bool, float]:
 def cut_windows(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], length: int, most: int | None
 ) -> list[list[int]]:
-    """Cuts all documents, end to end, into up to `most` windows of `length + 1` tokens that overlap by one."""
-    tokens = [token for text in documents for token in encode_document(tokenizer, text)]
+    """Cuts all documents, end to end, into up to `most` windows of `length + 1` tokens that overlap by one.
+
+    Documents end and start as in training, with one token for both if the tokenizer has no other.
+    """
+    own = own_start(tokenizer)
+    end = [] if own is None else [tokenizer.eos_token_id]
+    tokens = [token for text in documents for token in (*encode_document(tokenizer, text), *end)]
     count = (len(tokens) - 1) // length
     return [tokens[index * length : (index + 1) * length + 1] for index in range(min(count, most or count))]
 
 
-def score_windows(model: PreTrainedModel, windows: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+def own_start(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that starts documents, if another one ends them; no model learns to predict it."""
+    start, end = start_token_id(tokenizer), tokenizer.eos_token_id
+    return None if end in (start, None) else start
+
+
+def score_windows(
+    model: PreTrainedModel, windows: Sequence[Sequence[int]], unscored: int | None = None
+) -> NDArray[np.float64]:
     """The negative log-probability of each token `[windows, length]`, given all tokens of its window before it.
 
+    Args:
+        unscored: a token that has NaN for a score.
+
     Raises:
-        UserError: the scores are NaN.
+        UserError: the scores of other tokens are NaN.
     """
-    nats = np.array([predict(model, list(tokens[:-1]), list(tokens[1:]))[1] for tokens in windows])
+    tokens = np.array(windows)
+    nats = np.array([predict(model, row[:-1], row[1:])[1] for row in tokens.tolist()])
     if np.isnan(nats).any():
         raise UserError(NAN_LOGITS)
-    return -nats
+    return np.where(tokens[:, 1:] == unscored, np.nan, -nats)
 
 
 def loss_by_position(nats: NDArray[np.float64], trained: int) -> list[dict[str, Any]]:
     """Losses of `nats` `[windows, length]` in ranges of positions that end at multiples of the trained length.
+
+    Means are over what was scored, which is not NaN.
 
     Returns:
         A mapping for each: positions `from` and `to`, counted from 1, `loss`, `perplexity`, and `windows`, the mean
@@ -121,7 +140,7 @@ def loss_by_position(nats: NDArray[np.float64], trained: int) -> list[dict[str, 
     ends = [trained * multiple for multiple in MULTIPLES if trained * multiple <= nats.shape[1]]
     ranges = []
     for low, high in zip([0, *ends], ends, strict=False):
-        windows = nats[:, low:high].mean(1)
+        windows = np.nanmean(nats[:, low:high], axis=1)
         loss = float(windows.mean())
         ranges.append({
             "from": low + 1, "to": high, "loss": loss, "perplexity": float(np.exp(min(loss, 700.0))),

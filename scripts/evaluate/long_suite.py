@@ -18,7 +18,7 @@ from ..common.markdown import joined_table, table
 from ..common.paired import interval_in_words, paired_difference
 from .arguments import EvaluateArguments
 from .loading import load_named
-from .long_context import MULTIPLES, cut_windows, describe, find_keys, loss_by_position, score_windows
+from .long_context import MULTIPLES, cut_windows, describe, find_keys, loss_by_position, own_start, score_windows
 from .results import PLOT, check_output, describe_environment, describe_model, report
 from .text_files import read_documents
 
@@ -65,7 +65,8 @@ def measure_checkpoint(name: str, arguments: EvaluateArguments) -> dict[str, Any
     windows = longest_windows(tokenizer, lengths, arguments)
     if not windows:
         raise UserError(f"the text is shorter than {lengths[0]} tokens; give a longer one with --dataset")
-    ranges, tokens = loss_by_position(score_windows(model, windows), trained), np.array(windows)
+    nats, tokens = score_windows(model, windows, own_start(tokenizer)), np.array(windows)
+    ranges = loss_by_position(nats, trained)
     for one in ranges:
         # It tells what was read up to the end of the range in all windows.
         one["tokens_crc32"] = crc32(tokens[:, : one["to"] + 1].tobytes())

@@ -22,6 +22,7 @@ from dynattn.scripts.evaluate.long_context import (
     find_keys,
     loss_by_position,
     make_prompt,
+    own_start,
     score_windows,
 )
 from dynattn.scripts.evaluate.long_suite import change_rope
@@ -58,6 +59,23 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedT
         make(position_scheme=scheme).save_pretrained(folders[-1])
         tokenizer.save_pretrained(folders[-1])
     return folders
+
+
+def test_starts_of_documents_are_read_and_not_scored():
+    """No model learns to predict them, so that their losses would hide what the length does."""
+    tokenizer = train_bpe([["abc"]], vocab_size=257)
+    end = tokenizer.eos_token_id
+    assert cut_windows(tokenizer, ["a", "bc", "d"], 2, None) == [[end, 65, end], [end, 66, 67], [67, end, 68]]
+    assert own_start(tokenizer) is None
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    windows = cut_windows(tokenizer, ["a", "bc", "d"], 4, None)
+    assert windows == [[257, 65, end, 257, 66], [66, 67, end, 257, 68]]
+    torch.manual_seed(0)
+    model = DCFormerForCausalLM(DCFormerConfig(**{**FIELDS, "vocab_size": 258})).eval()
+    every, scored = score_windows(model, windows), score_windows(model, windows, own_start(tokenizer))
+    assert np.argwhere(np.isnan(scored)).tolist() == [[0, 2], [1, 2]]
+    kept = np.delete(every, 2, axis=1)
+    assert loss_by_position(scored, 4)[0]["windows"] == pytest.approx(kept.mean(1).tolist())
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
