@@ -16,7 +16,7 @@ from datasets.table import CastError
 from ...common.builtin_corpus import Split, builtin_conversations, builtin_corpus_name, builtin_documents
 from ...common.errors import UserError, first_line, in_one_line
 from ..arguments import PretrainArguments
-from .files import LOADERS, find_files, leave_out_empty
+from .files import LOADERS, find_files, leave_out_empty, warn_of_unread
 from .indexed_names import is_indexed
 
 logger = logging.getLogger(__name__)
@@ -122,6 +122,7 @@ def load_text(source: str, arguments: PretrainArguments, split: str) -> Dataset:
     if files is None:
         parts = [_load_hub(source, arguments.dataset_config, split)]
     else:
+        warn_of_unread(source)
         filled = leave_out_empty(files)
         kinds = ([path for path in filled if path.suffix == suffix] for suffix in LOADERS)
         parts = [_load_files(kind) for kind in kinds if kind]
@@ -147,6 +148,7 @@ def load_stream(source: str, arguments: PretrainArguments) -> IterableDataset:
     if files is None:
         stream = _load_hub(source, arguments.dataset_config, arguments.train_split, streaming=True)
     else:
+        warn_of_unread(source)
         files = leave_out_empty(files)
         if len(kinds := sorted({file.suffix for file in files})) > 1:
             raise UserError(f"{source} mixes {' and '.join(kinds)} files, and streaming reads one kind; convert them")

@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 # File suffixes, and the name of the loader in `datasets` that reads such files.
 LOADERS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
+# Parts of the names of files that look like data, among them those of compressed files, such as `.jsonl.gz`.
+DATA_PARTS = {*LOADERS, ".json", ".csv", ".tsv", ".arrow"}
 
 
 def find_files(source: str) -> list[Path] | None:
@@ -61,6 +63,16 @@ def files_below(folder: Path, pattern: str) -> list[Path]:
 
     found = sorted(file for file in folder.glob(pattern) if file.is_file())
     return [file for file in found if not any(map(is_of_run, takewhile(lambda path: path != folder, file.parents)))]
+
+
+def warn_of_unread(source: str) -> None:
+    """Warns of files in a folder that look like data and are of a kind that is not read."""
+    below = files_below(Path(source), "**/*") if Path(source).is_dir() else []
+    seen = [file for file in below if not any(part.startswith(".") for part in file.relative_to(source).parts)]
+    kinds = {file: {suffix.lower() for suffix in file.suffixes} for file in seen if file.suffix not in LOADERS}
+    if unread := [file for file, suffixes in kinds.items() if suffixes & DATA_PARTS]:
+        message = "%d files in %s end in none of %s and are not read, the first is %s; convert them if they are data"
+        logger.warning(message, len(unread), source, ", ".join(LOADERS), unread[0].name)
 
 
 def leave_out_empty(files: list[Path]) -> list[Path]:

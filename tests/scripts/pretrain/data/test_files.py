@@ -7,7 +7,7 @@ import pytest
 
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
-from dynattn.scripts.pretrain.data.files import find_files
+from dynattn.scripts.pretrain.data.files import find_files, warn_of_unread
 from dynattn.scripts.pretrain.outputs.run_folder import RunFolder
 
 
@@ -33,6 +33,20 @@ def test_what_runs_have_left_below_a_folder_is_no_data(pattern: str, tmp_path: P
     found = find_files(f"{tmp_path}/{pattern}")
     assert found == (texts[:1] if pattern == "*" else sorted(texts))
     assert find_files(str(metrics.parent / "*.jsonl")) == [metrics]
+
+
+def test_data_of_a_kind_that_is_not_read_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    for name in ("a.jsonl", "README.md", ".cache/a.jsonl.metadata"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    warn_of_unread(str(tmp_path))
+    warn_of_unread(str(tmp_path / "a.jsonl"))
+    assert not caplog.messages
+    for name in ("b.jsonl.gz", "c.TXT", "d.json"):
+        (tmp_path / name).touch()
+    warn_of_unread(str(tmp_path))
+    (told,) = caplog.messages
+    assert "3 files" in told and "the first is b.jsonl.gz" in told
 
 
 @pytest.mark.parametrize("name", ["pile", "./pile", "data/pile_0.87"])
