@@ -24,7 +24,7 @@ class Result:
         output, model: the run's folder and the final model in it.
         objective: what was predicted.
         parameters, non_embedding_parameters: the latter without token embeddings and output head.
-        steps, tokens: updates made, and tokens that they read.
+        steps, tokens: updates made, and tokens that they read, padding included.
         train_loss: nats per target token, from the last line of the training metrics that has a loss, which is a mean
             over the updates since the line before. None if no line has one: all updates were skipped, or the run began
             with the last checkpoint of another run and made none.
