@@ -136,8 +136,9 @@ class ChatEncoder(TextEncoder):
         text = self._render(turns)
         spans = list(self._assistant_spans(turns, text))
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        # Many tokenizers leave spaces out of the offsets: a token of spaces alone begins and ends where these end.
         targets = [
-            any(begin <= first and last <= end for begin, end in spans) and last > first
+            any(begin <= first and begin < last <= end for begin, end in spans)
             for first, last in encoded["offset_mapping"]
         ]
         return encoded["input_ids"], targets

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases.training import arguments, killed_run, parse, run
+from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dynattn.scripts.common.builtin_corpus import builtin_conversations
@@ -51,6 +52,16 @@ def test_only_what_the_assistant_says_is_a_target(template: str):
     # Line breaks behind the end of a turn are the template's affair.
     assert [used.decode(tokens[targets]).replace("\n", "") for tokens, targets in parts] == expected
     assert encoded.text_bytes == len("Eight legs.Six.Eight legs.")
+
+
+@pytest.mark.parametrize("template", [PLAIN, TAGGED], ids=["plain", "tagged"])
+@pytest.mark.parametrize("trim", [False, True])
+def test_spaces_of_an_answer_are_targets(trim: bool, template: str):
+    """Tokenizers such as Pythia's and Llama 3's leave spaces out of the offsets of tokens."""
+    used, said = tokenizer(template), "   if x:\n\n    return  1 "
+    used.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
+    encoded = ChatEncoder(used)([json.dumps([{"role": "user", "content": "Two  "}, {**TURNS[1], "content": said}])])
+    assert used.decode(encoded.tokens[encoded.targets]) == f"{said}{used.eos_token}\n"
 
 
 @pytest.mark.parametrize("template", [PLAIN, TAGGED], ids=["plain", "tagged"])
