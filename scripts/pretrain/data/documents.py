@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 # The same documents are held out whatever the seed of the run, so that runs with different seeds can be compared.
 HOLD_OUT_SEED = 0
 BATCH_DOCUMENTS = 1000
+# Arrow's types of text.
+TEXT_TYPES = ("string", "large_string", "string_view")
 # Bytes at the start of a file by which it is told from another one.
 BEGINNING = 4096
 
@@ -287,7 +289,7 @@ def as_json(turns: Any) -> str:
 def _select_text(dataset: Dataset, column: str, source: str) -> Dataset:
     _check_column(dataset.column_names, column, "text_column", source)
     kind = dataset.features[column]
-    if not isinstance(kind, Value) or kind.dtype not in ("string", "large_string"):
+    if not isinstance(kind, Value) or kind.dtype not in TEXT_TYPES:
         raise UserError(
             f"the column {column!r} of {source} holds {kind}, not text; set text_column to a column of strings"
         )

@@ -43,6 +43,15 @@ def test_both_splits_get_a_document(share: float):
     assert min(len(train), len(validation)) >= 1
 
 
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()], ids=str)
+def test_text_of_every_type_of_arrow_is_read(kind: pa.DataType, tmp_path: Path):
+    texts = ["one", None, "two\u2028\0"]
+    pq.write_table(pa.table({"text": pa.array(texts, kind)}), tmp_path / "data.parquet")
+    read = load_text(str(tmp_path), PretrainArguments(output="unused"), "train")
+    assert list(read["text"]) == ["one", texts[-1]]
+    assert read.features["text"].dtype == "string"
+
+
 def test_copies_in_and_across_splits_are_counted(caplog: pytest.LogCaptureFixture):
     train = digest(Dataset.from_dict({"text": ["a", "b", "a", "c", "a"]}))
     warn_of_copies({"train": train}, digest(Dataset.from_dict({"text": ["a", "d", "b"]})))
