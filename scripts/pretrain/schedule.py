@@ -19,7 +19,7 @@ class RateSchedule:
 
     `cosine` begins to fall at once, and ends at the peak if the warmup leaves a single update. `wsd` (warmup, stable,
     decay; MiniCPM, arXiv 2404.06395) stays at the peak until the last `decay_share` of the updates, in which it falls
-    in a straight line, also if the warmup is not over by then: the two are multiplied.
+    in a straight line, also if the warmup is not over by then: the two are multiplied. With a share of 0 it stays.
 
     Weights that are frozen before update `first_step` follow the same curve from there on, after a warmup of their own:
     Adam has no moments of them yet, and full steps along their first gradients would undo what they have learned.
@@ -45,7 +45,7 @@ class RateSchedule:
         """Where the curve stands at `step`, without warmup: 1 at the peak, 0 at the end."""
         if self.shape == "wsd":
             falling = max(1, round(self.decay_share * self.max_steps))
-            return min(1.0, (self.max_steps - 1 - step) / falling)
+            return min(1.0, (self.max_steps - 1 - step) / falling) if self.decay_share else 1.0
         progress = (step - self.warmup_steps) / max(1, self.max_steps - 1 - self.warmup_steps)
         return (1 + math.cos(math.pi * min(1.0, max(0.0, progress)))) / 2
 

@@ -22,7 +22,7 @@ class OptimizationOptions:
     schedule: Literal["cosine", "wsd"] = option(
         "cosine", "how the learning rate falls: cosine, or wsd: stable, then down in the last decay_share"
     )
-    decay_share: float = option(0.2, "share of the updates in which the schedule wsd lowers the learning rate")
+    decay_share: float = option(0.2, "share of the updates in which the schedule wsd lowers the rate; 0 keeps it")
     min_learning_rate_ratio: float = option(0.1, "end of the schedule, as a fraction of the peak")
     warmup_steps: int | None = option(
         None,

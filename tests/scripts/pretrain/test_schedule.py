@@ -42,6 +42,9 @@ def test_wsd_stays_at_the_peak_and_falls_in_a_straight_line():
     assert rates[:2] == [1.0, 2.0]
     assert set(rates[1:11]) == {2.0}
     assert rates[11:] == pytest.approx([0.2 + 1.8 * left / 10 for left in range(9, -1, -1)])
+    constant = replace(schedule, decay_share=0.0)
+    assert {constant(step) for step in range(1, 21)} == {2.0}
+    assert keeps_past(asdict(constant), asdict(replace(constant, max_steps=40)), 20)
     warming = RateSchedule(1.0, warmup_steps=9, max_steps=10, min_ratio=0.1, shape="wsd")
     assert [warming(step) for step in (7, 8, 9)] == pytest.approx([8 / 9, 0.55, 0.1])
 
