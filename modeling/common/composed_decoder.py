@@ -18,7 +18,7 @@ from ..positions.rotary import rotaries_by_layer_type, rotary_of
 from .composed_model import ComposedPreTrainedModel
 from .decoder import DecoderBody
 from .decoder_inputs import DecoderArguments, DecoderInputs, new_token_mask
-from .input_checks import is_complete_mask
+from .input_checks import check_longrope_border, is_complete_mask
 
 
 class ComposedDecoderPreTrainedModel(ComposedPreTrainedModel):
@@ -76,8 +76,13 @@ class ComposedDecoderBody(DecoderBody):
 
         The arguments are positions, the starts of packed documents, rotary cosines and sines, tables by distance, and
         for CARoPE which tokens are padding.
+
+        Raises:
+            ValueError: there are learned positions, and tokens beyond them; or cached keys have factors of LongRoPE
+                that the new tokens outgrow.
         """
         config = self.config
+        check_longrope_border(config, inputs.position_ids, inputs.past_key_values)
         hidden_states = self.embed(inputs)
         shared: dict[str, Any] = {
             "position_ids": inputs.position_ids,

@@ -9,8 +9,10 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.utils.import_utils import is_tracing
 
+from ..caches.key_places import token_count
 from ..layers.readable import is_readable
 from ..ops.validation import check_mask_dtype
+from ..positions.rotary import longrope_borders
 
 
 def check_special_tokens(config: PreTrainedConfig, *names: str) -> None:
@@ -90,6 +92,27 @@ def check_position_range(position_ids: Tensor, limit: int) -> None:
             f"position_ids reach from {least} to {largest}, but must be at least 0 and smaller than "
             f"max_position_embeddings ({limit}); count from 0, or make a model with more"
         )
+
+
+def check_longrope_border(config: Any, position_ids: Tensor, cache: Cache | None) -> None:
+    """Raises ValueError if tokens at positions `[.., T]` outgrow LongRoPE's short factors, which cached keys have.
+
+    `generate` reads the whole text again before that. Of a batch the longest row counts. Where values cannot be read,
+    the check is skipped.
+    """
+    # Not to be sought while a graph is traced: compilers cannot follow how a configuration finds them.
+    if cache is None or not is_readable(position_ids):
+        return
+    borders = longrope_borders(config)
+    if not borders or not int(token_count(cache)):
+        return
+    before, end = int(position_ids[:, 0].max()), int(position_ids.max()) + 1
+    for border in borders:
+        if 0 < before <= border < end:
+            raise ValueError(
+                f"{end - before} new tokens after {before} cached ones would take the keys of LongRoPE's short factors "
+                f"beyond original_max_position_embeddings ({border}); read all tokens in one call, without cached ones"
+            )
 
 
 def check_attention_mask(attention_mask: Any, inputs_embeds: Tensor, cache: Cache | None, exact: bool) -> None:

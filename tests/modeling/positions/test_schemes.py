@@ -240,6 +240,27 @@ def test_assisted_decoding_does_not_keep_short_factors_of_longrope() -> None:
     assert model.generate(torch.randint(1, 61, (1, 12)), max_length=16, **options).shape[1] <= 16
 
 
+@pytest.mark.parametrize("way", ["forward pass", "new tokens alone", "prefill_chunk_size", "inputs_embeds"])
+def test_tokens_that_outgrow_cached_short_factors_of_longrope_are_refused(way: str) -> None:
+    model = random_weights(DCFormerForCausalLM(DCFormerConfig(**OURS, rope_parameters=dict(ROPES[5]), pad_token_id=0)))
+    ids, cache = torch.randint(1, 61, (2, 18)), DynamicCache(config=model.config)
+    options = {"max_new_tokens": 1, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    if way in ("forward pass", "new tokens alone"):
+        whole, parts = model(ids[:, :16]).logits, ids[:, :16].split((9, 7), dim=1)
+        logits = [model(part, past_key_values=cache, use_cache=True).logits for part in parts]
+        torch.testing.assert_close(torch.cat(logits, dim=1), whole)  # up to the border and no further
+    with pytest.raises(ValueError, match=r"new tokens after 1\d cached ones would take the keys of LongRoPE"):
+        if way == "forward pass":
+            model(ids[:, 16:], past_key_values=cache, use_cache=True)
+        elif way == "new tokens alone":
+            model.generate(ids[:, 16:], past_key_values=cache, **options)
+        elif way == "prefill_chunk_size":
+            model.generate(ids, prefill_chunk_size=10, **options)
+        else:
+            embeddings = model.get_input_embeddings()(ids[:, :12])
+            model.generate(inputs_embeds=embeddings, max_new_tokens=8, do_sample=False)
+
+
 @pytest.mark.parametrize(("buckets", "farthest"), [(8, 20), (16, 64), (32, 128)])
 def test_t5_buckets_are_those_of_the_golden_case(buckets: int, farthest: int) -> None:
     _, tensors = read_case("positions_t5_bias")
