@@ -14,13 +14,13 @@ def t5_buckets(length: int, num_buckets: int, max_distance: int, device: torch.d
     """The bucket of each distance from 0 to `length - 1`, int64 `[length]`, in a decoder of T5 (arXiv 1910.10683).
 
     The first half of the buckets holds one distance each. The others grow by a constant factor, from there up to
-    `max_distance`; all longer distances are in the last one. Logarithms are float32, as in T5, because their rounding
-    decides about distances at the borders.
+    `max_distance`; all longer distances are in the last one. Numbers are float32 and calculated in the order of T5,
+    because their rounding decides about distances at the borders.
     """
     distance = torch.arange(length, device=device)
     exact = num_buckets // 2
-    scale = (num_buckets - exact) / math.log(max_distance / exact)
-    beyond = exact + (torch.log(distance.clamp(min=1).float() / exact) * scale).long()
+    share = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    beyond = exact + (share * (num_buckets - exact)).long()
     return torch.where(distance < exact, distance, beyond.clamp(max=num_buckets - 1))
 
 

@@ -267,6 +267,13 @@ def test_t5_buckets_are_those_of_the_golden_case(buckets: int, farthest: int) ->
     assert torch.equal(t5_buckets(260, buckets, farthest, CPU), tensors[f"buckets.{buckets}.{farthest}"])
 
 
+@pytest.mark.parametrize(("buckets", "farthest"), [(32, 25), (64, 50), (2, 2), (32, 17), (32, 128)])
+def test_t5_buckets_are_those_of_t5_also_where_rounding_decides(buckets: int, farthest: int) -> None:
+    distance = torch.arange(2 * farthest)
+    expected = T5Attention._relative_position_bucket(-distance, False, buckets, farthest)
+    assert torch.equal(t5_buckets(len(distance), buckets, farthest, CPU), expected)
+
+
 @torch.no_grad()
 def test_a_t5_bias_is_that_of_t5() -> None:
     config = T5Config(d_model=48, num_heads=6, d_kv=8, is_decoder=True, relative_attention_num_buckets=8)
