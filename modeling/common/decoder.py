@@ -123,7 +123,7 @@ class DecoderBody:
             cache = DynamicCache(config=config)
         if cache is not None:
             self.prepare_cache(cache)
-            check_cached_length(given.attention_mask, inputs_embeds, cache)
+            check_cached_length(given.attention_mask, inputs_embeds, cache, config.sliding_window)
         position_ids = given.position_ids
         if position_ids is None:
             position_ids = default_positions(config, given.attention_mask, inputs_embeds, cache, starts)

@@ -180,11 +180,15 @@ def mask_beside_borders(attention_mask: Any) -> Any:
     return None
 
 
-def check_cached_length(attention_mask: Any, inputs_embeds: Tensor, cache: Cache) -> None:
+def check_cached_length(attention_mask: Any, inputs_embeds: Tensor, cache: Cache, window: int | None = None) -> None:
     """Raises ValueError if a `[B, S]` mask ends before the tokens `[B, T, ..]` after a cache, or the cache before them.
 
     Masks `[B, 1, T, S]` and prepared masks are not checked. The check is skipped while tracing, and where the number of
     cached tokens would have to be read from a device.
+
+    Args:
+        window: of the sliding layers. Their places in a static cache never run out, unless there are fewer than that:
+            then the oldest token would be dropped while others still see it.
     """
     past = None if is_tracing(inputs_embeds) else cached_tokens(cache)
     if past is None:
@@ -195,7 +199,8 @@ def check_cached_length(attention_mask: Any, inputs_embeds: Tensor, cache: Cache
             f"attention_mask has {attention_mask.shape[1]} columns for {past} cached and {length} new tokens; "
             f"give {past + length}"
         )
-    rooms = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
+    static = [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
+    rooms = [layer.max_cache_len for layer in static if not layer.is_sliding or layer.max_cache_len < (window or 0)]
     if rooms and rooms[0] < past + length:
         raise ValueError(
             f"past_key_values has room for max_cache_len={rooms[0]} tokens, and {past} cached and {length} new ones "

@@ -49,7 +49,7 @@ def prepack(model: Any, prompts: Sequence[Tensor], past_key_values: Cache | None
         input_ids[row, -len(prompt) :] = prompt
         attention_mask[row, -len(prompt) :] = 1
     if max(lengths) > 1:
-        check_cached_length(None, input_ids[:, 1:], cache)
+        check_cached_length(None, input_ids[:, 1:], cache, model.config.sliding_window)
         fill(model, cache, input_ids, [length - 1 for length in lengths])
     return {"input_ids": input_ids, "attention_mask": attention_mask, **named_cache(cache)}
 

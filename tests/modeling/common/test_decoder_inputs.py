@@ -196,6 +196,23 @@ def test_a_static_cache_without_room_is_named() -> None:
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "rcmha-without-window"])
+@torch.no_grad()
+def test_a_static_cache_shorter_than_the_window_does_not_narrow_it(family: str) -> None:
+    """With windows in all layers nothing else ends the cache, and the oldest tokens would be dropped in silence."""
+    config_class, model_class, fields = FAMILIES[family]
+    sliding = {} if config_class is RCMHAConfig else {"layer_types": ["sliding_attention"] * 2}
+    torch.manual_seed(1)
+    model = model_class(config_class(**fields, **sliding)).eval().double()
+    short, whole = (StaticCache(config=model.config, max_cache_len=room) for room in (4, 5))
+    expected = model(IDS).logits
+    parts = [model(part, past_key_values=whole).logits for part in IDS.split([1, 4, 3, 8], dim=1)]
+    assert_same(torch.cat(parts, dim=1), expected)
+    assert_same(model(IDS[:, :4], past_key_values=short).logits, expected[:, :4])
+    with pytest.raises(ValueError, match="max_cache_len=4 tokens, and 4 cached and 1 new ones come to 5; make it"):
+        model(IDS[:, 4:5], past_key_values=short)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "rcmha-without-window"])
 def test_prefill_in_chunks_takes_padding_longer_than_a_chunk(family: str) -> None:
     model = make(family)
     batch = torch.cat([torch.cat([torch.full((1, 9), 7), IDS[:, :7]], dim=1), IDS])
