@@ -759,8 +759,6 @@ def test_calls_that_would_be_wrong_in_silence_are_refused() -> None:
     compose_heads_of(model)
     with pytest.raises(ValueError, match="the cache holds 11 tokens without composition factors"):
         model(IDS[:, :1], past_key_values=filled)
-    with pytest.raises(ValueError, match="an offloaded cache cannot keep composition factors here"):
-        model.generate(IDS, cache_implementation="offloaded", **GREEDY)
     with pytest.raises(ValueError, match="keeps no documents apart here; give position_ids alone and use_cache=False"):
         model(IDS[:1], cu_seq_lens_q=torch.tensor([0, 4, 11]), position_ids=torch.arange(11)[None])
     positions = torch.cat([torch.arange(4), torch.arange(7)])[None]
@@ -772,6 +770,17 @@ def test_calls_that_would_be_wrong_in_silence_are_refused() -> None:
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="'flash_attention_2' has no masks for composed heads; use 'sdpa'"):
         model.model.layers[0].self_attn(torch.randn(1, 2, 32))
+
+
+@pytest.mark.skipif(
+    torch.backends.cuda.is_built() and not torch.cuda.is_available(),
+    reason="Transformers' offloaded cache needs a GPU where PyTorch is built for one",
+)
+def test_offloaded_caches_are_refused() -> None:
+    model = llama()
+    compose_heads_of(model)
+    with pytest.raises(ValueError, match="an offloaded cache cannot keep composition factors here"):
+        model.generate(IDS, cache_implementation="offloaded", **GREEDY)
 
 
 def test_a_packed_row_may_be_a_single_document() -> None:
