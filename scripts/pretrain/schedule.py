@@ -59,14 +59,20 @@ def build_schedule(arguments: PretrainArguments, pass_length: float, global_batc
     """The schedule over `max_steps`, or over the updates that `epochs` passes of `pass_length` sequences take.
 
     Raises:
-        UserError: warmup, or the updates with frozen weights, would take the whole run, or `epochs` are too many.
+        UserError: a warmup, or the updates with frozen weights, would take the whole run, or `epochs` are too many.
     """
     max_steps = arguments.max_steps or whole((arguments.epochs or 1.0) * pass_length / global_batch)
     if max_steps > LARGEST_INTEGER:
         raise UserError(f"epochs={arguments.epochs} are more than {LARGEST_INTEGER} updates; lower it")
     warmup_steps = max_steps // 50 if arguments.warmup_steps is None else arguments.warmup_steps
-    frozen_steps = arguments.freeze_parent_steps
-    for name, steps in {"warmup_steps": warmup_steps, "freeze_parent_steps": frozen_steps}.items():
+    frozen_steps, length_steps = arguments.freeze_parent_steps, arguments.length_warmup_steps
+    beginnings = {
+        "warmup_steps": warmup_steps,
+        "freeze_parent_steps": frozen_steps,
+        # Otherwise no update would see a whole sequence, and later positions would stay untrained.
+        "length_warmup_steps": length_steps,
+    }
+    for name, steps in beginnings.items():
         if steps >= max_steps:
             raise UserError(f"{name}={steps} must be below the {max_steps} updates of the run; lower it")
     return RateSchedule(

@@ -27,6 +27,15 @@ def test_more_passes_than_a_run_can_count_are_refused():
         build_schedule(PretrainArguments(output="x", epochs=1e300), pass_length=100.0, global_batch=4)
 
 
+def test_a_run_without_whole_sequences_is_refused():
+    """It would never train the later positions, although `sequence_length` asks for them."""
+    options = {"output": "x", "warmup_steps": 0, "length_warmup_steps": 9}
+    assert build_schedule(PretrainArguments(**options, max_steps=10), 40, 4).max_steps == 10
+    for length in ({"max_steps": 9}, {"epochs": 0.9}):
+        with pytest.raises(UserError, match="length_warmup_steps=9 must be below the 9 updates of the run; lower it"):
+            build_schedule(PretrainArguments(**options, **length), pass_length=40, global_batch=4)
+
+
 def test_parts_of_a_pass_give_no_update_more_than_they_need():
     def updates(epochs: float, sequences: int, batch: int) -> int:
         return build_schedule(PretrainArguments(output="x", epochs=epochs), sequences, batch).max_steps
