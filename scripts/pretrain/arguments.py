@@ -64,6 +64,19 @@ class PretrainArguments(OptimizationOptions, DataOptions, ModelOptions, RunningO
         """Whether the weights that compose heads follow a schedule of their own."""
         return self.composition_learning_rate is not None or self.freeze_parent_steps > 0
 
+    @property
+    def without_effect(self) -> dict[str, str]:
+        """The options that this run does not read, whatever their values, and what would make them matter."""
+        needs = {
+            "muon_momentum": (self.optimizer == "muon", "optimizer: muon"),
+            "shuffle_buffer": (self.streaming, "streaming"),
+            "vocab_size": (self.tokenizer == "bpe", "tokenizer: bpe"),
+            "decay_share": (self.schedule == "wsd", "schedule: wsd"),
+            "min_learning_rate_ratio": (self.schedule != "wsd" or self.decay_share > 0, "a rate that falls"),
+            "max_bad_updates": (self.on_bad_update != "stop", "on_bad_update: skip or rollback"),
+        }
+        return {name: need for name, (is_met, need) in needs.items() if not is_met}
+
     def of_sweep(self, name: str, value: float) -> "PretrainArguments":
         """The arguments of one run of the sweep, in which the argument `name` is `value`, with a folder below `output`.
 
@@ -133,7 +146,10 @@ class PretrainArguments(OptimizationOptions, DataOptions, ModelOptions, RunningO
             return
         sweep = Sweep.parse(self.sweep)
         for value in sweep.values:
-            self.of_sweep(sweep.name, value)
+            run = self.of_sweep(sweep.name, value)
+            if sweep.name in run.without_effect:
+                need = run.without_effect[sweep.name]
+                raise UserError(f"sweep={self.sweep}: all runs would be the same; {sweep.name} needs {need}")
         if self.overwrite or self.resume not in ("auto", "intact"):
             raise UserError("a sweep goes on where it was interrupted; leave out overwrite and resume")
 

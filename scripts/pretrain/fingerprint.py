@@ -81,8 +81,7 @@ def build_fingerprint(
 ) -> Fingerprint:
     """The values that must not change between saving a checkpoint and resuming from it, as JSON would store them."""
     architecture = {f"model.{name}": value for name, value in config.to_dict().items() if name not in UNRELATED_FIELDS}
-    without_effect = {"muon_momentum": arguments.optimizer != "muon", "shuffle_buffer": not arguments.streaming}
-    settings = {name: getattr(arguments, name) for name in FIXED_SETTINGS if not without_effect.get(name)}
+    settings = {name: getattr(arguments, name) for name in FIXED_SETTINGS if name not in arguments.without_effect}
     fingerprint = {
         **architecture,
         **source.fingerprint(),

@@ -1,5 +1,6 @@
 """Builds and checks all parts of a run before anything in the output folder changes."""
 
+import dataclasses
 from pathlib import Path
 
 from accelerate.utils import set_seed
@@ -103,6 +104,8 @@ def describe(plan: Plan, engine: Engine, arguments: PretrainArguments, resume_fr
     """A summary of the run that is about to begin, for the terminal."""
     train, validation = plan.train_sequences, plan.validation_sequences
     parameters, passes = count_parameters(plan.model), plan.order.passes(plan.schedule.max_steps)
+    usual = {field.name: field.default for field in dataclasses.fields(arguments)}
+    unread = {name: need for name, need in arguments.without_effect.items() if getattr(arguments, name) != usual[name]}
     return "\n".join(
         [
             f"data: {plan.source.name}",
@@ -113,6 +116,7 @@ def describe(plan: Plan, engine: Engine, arguments: PretrainArguments, resume_fr
             f"them not embeddings",
             f"schedule: {plan.schedule.max_steps:,} updates of {plan.order.global_batch} sequences",
             engine.describe(),
+            *(f"{name}={getattr(arguments, name)} has no effect: it needs {need}" for name, need in unread.items()),
             f"resuming from {resume_from}{describe_changes(resume_from, sharing_of(arguments, engine))}"
             if resume_from
             else "starting from update 0",

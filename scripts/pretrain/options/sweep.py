@@ -10,6 +10,8 @@ from .optimization import OptimizationOptions
 SHORT_NAMES = {"lr": "learning_rate"}
 NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?"
 MOST_RUNS = 1000
+# Numbers that leave the weights as they are whose losses a sweep compares: those after the last update.
+UNCOMPARED = ("ema_decay",)
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,15 @@ class Sweep:
         """Reads `NAME=FIRST:LAST:COUNT`; `lr` is short for `learning_rate`.
 
         Raises:
-            UserError: the option is not a number of the optimization, or the values are not positive, ascending and
-                different in their first three digits.
+            UserError: the option is no number of the optimization that changes the loss, or the values are not
+                positive, ascending and different in their first three digits.
         """
         match = re.fullmatch(rf"(\w+)=({NUMBER}):({NUMBER}):([0-9]{{1,9}})", text.lower())
         if match is None:
             raise UserError(f"sweep={text} must be NAME=FIRST:LAST:COUNT, like lr=1e-4:1e-2:7")
         name = SHORT_NAMES.get(match[1], match[1])
-        known = [field.name for field in fields(OptimizationOptions) if "float" in str(field.type)]
+        numbers = [field.name for field in fields(OptimizationOptions) if "float" in str(field.type)]
+        known = [number for number in numbers if number not in UNCOMPARED]
         if name not in known:
             raise UserError(f"sweep={text}: {name} is none of {', '.join(known)}")
         first, last, count = float(match[2]), float(match[3]), int(match[4])

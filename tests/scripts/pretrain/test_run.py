@@ -92,6 +92,18 @@ def test_final_card_names_settings_that_are_not_the_defaults(finished: Result, t
     assert not any("muon_momentum" in row for row in rows)
 
 
+def test_options_that_a_run_does_not_read_are_named(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tokenizer = train_bpe([["one two three"]], vocab_size=300)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    given = {"decay_share": 0.5, "max_bad_updates": 3, "vocab_size": 400, "tokenizer": str(tmp_path / "tokenizer")}
+    run(tmp_path / "run", corpus, max_steps=2, warmup_steps=0, **given)
+    assert [line for line in capsys.readouterr().out.splitlines() if "no effect" in line] == [
+        "vocab_size=400 has no effect: it needs tokenizer: bpe",
+        "decay_share=0.5 has no effect: it needs schedule: wsd",
+        "max_bad_updates=3 has no effect: it needs on_bad_update: skip or rollback",
+    ]
+
+
 def test_final_card_imports_the_package_that_registers_the_model(
     finished: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
