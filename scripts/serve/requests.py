@@ -23,6 +23,9 @@ IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
     "presence_penalty": ("0", "0.0"),
     "response_format": ('{"type": "text"}',),
     "functions": ("[]",),
+    "function_call": ('"auto"', '"none"'),
+    "web_search_options": (),
+    "modalities": ('["text"]',),
     "prediction": (),
     "audio": (),
     "logit_bias": ("{}",),
@@ -32,6 +35,8 @@ IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
     "conversation": (),
     "prompt": (),
     "background": ("false",),
+    "include": ("[]",),  # log probabilities, for example
+    "truncation": ('"disabled"',),
 }
 # Those that an endpoint ignores even without a warning.
 UNREAD_FIELDS: dict[type[BaseHandler], set[str]] = {

@@ -234,7 +234,12 @@ def handler(endpoint: str) -> Any:
         ("response.ResponseHandler", {"previous_response_id": "r"}, "previous_response_id='r' is not supported"),
         ("response.ResponseHandler", {"conversation": "c"}, "conversation='c' is not supported"),
         ("response.ResponseHandler", {"text": {"format": {"type": "json_object"}}}, "text={'format': {'type': 'json_"),
+        ("response.ResponseHandler", {"truncation": "auto"}, "truncation='auto' is not supported"),
+        ("response.ResponseHandler", {"include": ["message.output_text.logprobs"]}, "include=['message.output_text"),
         ("chat_completion.ChatCompletionHandler", {"tool_choice": "required"}, "tool_choice='required' is not"),
+        ("chat_completion.ChatCompletionHandler", {"modalities": ["audio"]}, "modalities=['audio'] is not"),
+        ("chat_completion.ChatCompletionHandler", {"function_call": {"name": "f"}}, "function_call={'name': 'f'} is"),
+        ("chat_completion.ChatCompletionHandler", {"web_search_options": {}}, "web_search_options={} is not"),
     ],
 )
 def test_each_endpoint_refuses_what_it_would_ignore(endpoint: str, fields: dict[str, Any], message: str) -> None:
