@@ -59,17 +59,29 @@ def read_run(folder: Path) -> RunRecord:
 
 def _run_record(folder: Path, result: Mapping[str, Any], lines: Sequence[MetricRecord]) -> RunRecord:
     """A run from its result and the lines of its metrics."""
-    flops = result["flops_per_second"]
+    is_counted = result["flops_per_second"] is not None
     return {
         **{name: result["arguments"][name] for name in OPTIONS},
         **{name: result[name] for name in ("dataset", *MEASURED)},
         **{name: result[name] for name in OF_A_RUN if name in result},
         "objective": result["arguments"].get("objective", "causal_lm"),
         "validation_targets": result.get("validation_targets") or _count_targets(folder),
-        "flops_per_token": None if flops is None else flops / result["tokens_per_second"],
+        "flops_per_token": flops_per_token(lines) if is_counted else None,
         "validation": _curve(lines, "validation", ("tokens", "loss", "bits_per_byte")),
         "train": _curve(lines, "train", ("tokens", "loss")),
     }
+
+
+def flops_per_token(lines: Sequence[MetricRecord]) -> float:
+    """The FLOPs of a token of training, a mean over the tokens between the lines of the metrics.
+
+    The time, which differs from run to run, cancels within a line. It would not in a quotient of the medians of both
+    rates, which may be of different lines, as the FLOPs of a token depend on the documents in a sequence.
+    """
+    train = [line for line in lines if line["split"] == "train"]
+    counts = [after - before for before, after in pairwise([0, *(line["tokens"] for line in train)])]
+    costs = (line["flops_per_second"] / line["tokens_per_second"] for line in train)
+    return sum(count * cost for count, cost in zip(counts, costs, strict=True)) / sum(counts)
 
 
 def make_record(

@@ -21,6 +21,7 @@ from dynattn.scripts.compare.arguments import CompareArguments
 from dynattn.scripts.compare.figures import draw_arms
 from dynattn.scripts.compare.record import (
     compare,
+    flops_per_token,
     loss_at,
     losses_at_equal_seconds,
     make_record,
@@ -65,6 +66,20 @@ def test_the_ratio_of_tokens_says_who_needs_more_of_them():
     assert summary["values"] == pytest.approx([1.5, 1.5, 1.0])
     assert summary["mean"] == pytest.approx(1.5 ** (2 / 3))
     assert summary["interval_95"][0] < summary["mean"] < summary["interval_95"][1]
+
+
+def test_operations_of_a_token_do_not_depend_on_the_speed():
+    """Medians of the two rates may be of different lines."""
+    costs, tokens = (10.0, 20.0, 30.0), (100, 200, 250)
+
+    def lines(*speeds: float) -> list[dict[str, Any]]:
+        return [
+            {"split": "train", "tokens": read, "tokens_per_second": speed, "flops_per_second": cost * speed}
+            for read, cost, speed in zip(tokens, costs, speeds, strict=True)
+        ]
+
+    expected = (100 * 10 + 100 * 20 + 50 * 30) / 250
+    assert flops_per_token(lines(20, 10, 5)) == flops_per_token(lines(5, 10, 20)) == pytest.approx(expected)
 
 
 def test_a_run_that_was_better_from_the_first_validation_on_gives_a_bound(tmp_path: Path):
