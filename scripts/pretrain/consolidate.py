@@ -19,7 +19,7 @@ from ..common.folder_names import resolve_destination
 
 if TYPE_CHECKING:  # only for annotations: help and mistyped options need to be fast
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 PROBE_TOKENS = 64
 
@@ -54,6 +54,7 @@ def consolidate(arguments: ConsolidateArguments) -> list[str]:
     import torch
 
     from ..common.atomic_folder import claim_destination, staged_folder
+    from .model import reset_generation
     from .outputs import checkpoint
 
     source, destination = find_checkpoint(Path(arguments.source)), resolve_destination(arguments.destination)
@@ -62,9 +63,10 @@ def consolidate(arguments: ConsolidateArguments) -> list[str]:
     model = read_model(source, averaged=arguments.average)
     for weight in model.parameters():
         weight.data = weight.to(getattr(torch, arguments.dtype))
+    reset_generation(model)
     with staged_folder(destination, check_free) as staging:
         model.save_pretrained(staging)
-        copy_tokenizer(source, staging)
+        copy_tokenizer(source, staging, model.config)
         compare(model, staging)
     tensors, length = sum(1 for _ in model.parameters()), probe_length(model)
     return [
@@ -121,16 +123,19 @@ def read_model(source: Path, *, averaged: bool = False) -> "PreTrainedModel":
     return model.eval()
 
 
-def copy_tokenizer(source: Path, destination: Path) -> None:
+def copy_tokenizer(source: Path, destination: Path, config: "PreTrainedConfig") -> None:
     """Copies the tokenizer of the run that the checkpoint belongs to; prints a warning if there is none."""
     from transformers import AutoTokenizer
 
+    from .data.tokenizer import save_tokenizer
+    from .outputs.checkpoint import read_state
     from .outputs.run_folder import RunFolder
 
     # A checkpoint is RUN/checkpoints/step-N or, if the run has gone back behind it, RUN/checkpoints/abandoned-N/step-N.
     folders = [RunFolder(path).tokenizer for path in source.resolve().parents[1:3]]
     if found := [folder for folder in folders if folder.is_dir()]:
-        AutoTokenizer.from_pretrained(found[0]).save_pretrained(destination)
+        length = read_state(source)["fingerprint"]["sequence_length"]
+        save_tokenizer(AutoTokenizer.from_pretrained(found[0]), destination, config, length)
     else:
         print(f"warning: no tokenizer at {folders[0]}, so none is written", file=sys.stderr)
 

@@ -26,7 +26,6 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from torch import Tensor
 from torch import accelerator as torch_accelerator
-from transformers import GenerationConfig
 
 from ..common.atomic_file import partial_path, put_in_place, write_json
 from ..common.compiler import check_compiler
@@ -37,11 +36,11 @@ from ..common.folder_lock import FolderLock
 from .arguments import PretrainArguments
 from .card import write_card
 from .data.preparation import prepare
-from .data.tokenizer import LARGEST_VOCABULARY
+from .data.tokenizer import LARGEST_VOCABULARY, save_tokenizer
 from .engines.choice import build_engine, forget_launcher, launched_engine
 from .engines.interface import Engine
 from .fingerprint import check_same_run
-from .model import check_attention, choose_attention
+from .model import check_attention, choose_attention, reset_generation
 from .model_config import plan_config
 from .outputs.metrics import check_trackers, tensorboard_errors_told_once
 from .outputs.run_folder import RunFolder, remove
@@ -205,14 +204,9 @@ def result_of_average(trainer: Trainer, result: Result) -> Result:
 def save_model(trainer: Trainer, folder: Path, weights: dict[str, Tensor], result: Result) -> None:
     """Writes a model with `weights`, its tokenizer, generation settings and card into a folder."""
     model, tokenizer = trainer.module, trainer.plan.tokenizer
-    if model.can_generate():
-        # The model's special tokens, and Transformers' defaults.
-        tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
-        model.generation_config = GenerationConfig(**{name: getattr(model.config, name) for name in tokens})
+    reset_generation(model)
     model.save_pretrained(folder, state_dict=weights)
-    longest = getattr(model.config, "max_position_embeddings", None)
-    tokenizer.model_max_length = longest or trainer.arguments.sequence_length
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder, model.config, trainer.arguments.sequence_length)
     composed = getattr(model.config, "composed_heads", None) is not None
     plain_class = model.plain_class.__name__ if composed else None
     write_card(folder, trainer.arguments, result, model.config.model_type, plain_class)

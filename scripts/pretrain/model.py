@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from dynattn import keep_attention_outputs  # importing dynattn registers its model types
 from dynattn.families import family_of
@@ -142,6 +142,13 @@ def choose_attention(model: PreTrainedModel, arguments: PretrainArguments, devic
     if name != model.config._attn_implementation:
         model.set_attn_implementation(name)
     return f"attention: {name} ({reason})"
+
+
+def reset_generation(model: PreTrainedModel) -> None:
+    """Gives a model that generates its special tokens, and otherwise Transformers' defaults."""
+    if model.can_generate():
+        tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
+        model.generation_config = GenerationConfig(**{name: getattr(model.config, name) for name in tokens})
 
 
 def composition_weights(model: nn.Module) -> list[nn.Parameter]:

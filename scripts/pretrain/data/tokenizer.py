@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ...common.errors import UserError, first_line
 from ...common.special_tokens import start_token_id
@@ -72,6 +72,14 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 def required_vocabulary(tokenizer: PreTrainedTokenizerBase) -> int:
     """The smallest number of embeddings that has a row for every token."""
     return max(tokenizer.get_vocab().values()) + 1
+
+
+def save_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, config: PreTrainedConfig, sequence_length: int
+) -> None:
+    """Writes the tokenizer of a model, which truncates texts at the last position, or else at the trained length."""
+    tokenizer.model_max_length = getattr(config, "max_position_embeddings", None) or sequence_length
+    tokenizer.save_pretrained(folder)
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

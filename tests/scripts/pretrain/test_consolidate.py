@@ -26,6 +26,8 @@ def test_the_last_checkpoint_becomes_the_final_model(
     assert "verified" in capsys.readouterr().out
     assert not [str(warning.message) for warning in shown if "torch.distributed" in str(warning.message)]
     assert_same_weights(weights_of(tmp_path / "model"), weights_of(finished.model))
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"):
+        assert (tmp_path / "model" / name).read_text() == (finished.model / name).read_text()
     ids = AutoTokenizer.from_pretrained(tmp_path / "model")("The number 3", return_tensors="pt").input_ids
     one, two = (
         AutoModelForCausalLM.from_pretrained(folder)(ids).logits for folder in (tmp_path / "model", finished.model)
