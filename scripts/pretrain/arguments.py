@@ -71,11 +71,18 @@ class PretrainArguments(OptimizationOptions, DataOptions, ModelOptions, RunningO
             "muon_momentum": (self.optimizer == "muon", "optimizer: muon"),
             "shuffle_buffer": (self.streaming, "streaming"),
             "vocab_size": (self.tokenizer == "bpe", "tokenizer: bpe"),
+            "text_column": (self._reads_texts, "texts of your own"),
             "decay_share": (self.schedule == "wsd", "schedule: wsd"),
             "min_learning_rate_ratio": (self.schedule != "wsd" or self.decay_share > 0, "a rate that falls"),
             "max_bad_updates": (self.on_bad_update != "stop", "on_bad_update: skip or rollback"),
         }
         return {name: need for name, (is_met, need) in needs.items() if not is_met}
+
+    @property
+    def _reads_texts(self) -> bool:
+        """Whether some data is neither the built-in corpus nor tokens that exist already."""
+        named = [*(source.dataset for source in self.sources.values()), self.validation_dataset or "builtin"]
+        return any(name != "builtin" and not is_indexed(name) for name in named)
 
     def of_sweep(self, name: str, value: float) -> "PretrainArguments":
         """The arguments of one run of the sweep, in which the argument `name` is `value`, with a folder below `output`.

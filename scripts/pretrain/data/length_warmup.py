@@ -35,14 +35,14 @@ class LengthWarmup:
         """What the arguments ask for.
 
         Raises:
-            UserError: sequences cannot be cut into parts of the shortest length.
+            UserError: sequences cannot be cut into parts of the shortest length, or would stay whole.
         """
         whole = arguments.sequence_length
         if not arguments.length_warmup_steps:
             return cls((whole,), 0)
         shortest = arguments.shortest_length or max(2, whole // USUAL_PARTS)
         parts = whole // shortest
-        if shortest < 2 or shortest * parts != whole or parts & (parts - 1):
+        if shortest < 2 or parts < 2 or shortest * parts != whole or parts & (parts - 1):
             raise UserError(
                 f"shortest_length={shortest} must be sequence_length={whole} divided by 2, 4, 8 or another power of two"
             )

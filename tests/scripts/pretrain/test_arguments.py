@@ -77,6 +77,14 @@ def test_ranges_go_by_the_types_of_options_and_not_by_those_of_values():
         PretrainArguments(output="x", log_every="10")
 
 
+def test_a_column_of_text_needs_texts():
+    def is_read(**options: str) -> bool:
+        return "text_column" not in PretrainArguments(output="x", tokenizer="t", **options).without_effect
+
+    assert is_read(dataset="a.jsonl") and is_read(validation_dataset="a.jsonl")
+    assert not is_read() and not is_read(dataset="a.idx")
+
+
 def test_a_recipe_may_say_what_a_dry_run_is_about(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text("output: x\non: h100:8\ndry_run: on\n")

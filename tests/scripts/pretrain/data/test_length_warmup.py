@@ -17,8 +17,10 @@ def test_lengths_double_along_a_line():
     assert LengthWarmup.of(PretrainArguments(output="x", sequence_length=64))(0) == 64
 
 
-@pytest.mark.parametrize("options", [{"shortest_length": 24}, {"shortest_length": 1}, {"sequence_length": 60}])
-def test_lengths_that_do_not_divide_are_refused(options: dict[str, int]):
+@pytest.mark.parametrize(
+    "options", [{"shortest_length": 24}, {"shortest_length": 1}, {"shortest_length": 64}, {"sequence_length": 60}]
+)
+def test_lengths_that_do_not_divide_or_grow_are_refused(options: dict[str, int]):
     with pytest.raises(UserError, match="divided by 2, 4, 8 or another power of two"):
         LengthWarmup.of(
             PretrainArguments(**{"output": "x", "sequence_length": 64, "length_warmup_steps": 9, **options})
