@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases.training import arguments, killed_run, parse, run
+from cases.versions import needs_transformers
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -54,9 +55,16 @@ def test_only_what_the_assistant_says_is_a_target(template: str):
     assert encoded.text_bytes == len("Eight legs.Six.Eight legs.")
 
 
-@pytest.mark.parametrize("template", [PLAIN, TAGGED], ids=["plain", "tagged"])
-@pytest.mark.parametrize("trim", [False, True])
-def test_spaces_of_an_answer_are_targets(trim: bool, template: str):
+# Earlier releases find no answer that begins with a space which a tokenizer leaves out of its offsets.
+TAGGED_AND_TRIMMED = pytest.param(TAGGED, True, marks=needs_transformers("5.24"))
+
+
+@pytest.mark.parametrize(
+    ("template", "trim"),
+    [(PLAIN, False), (PLAIN, True), (TAGGED, False), TAGGED_AND_TRIMMED],
+    ids=["plain", "plain, trimmed", "tagged", "tagged, trimmed"],
+)
+def test_spaces_of_an_answer_are_targets(template: str, trim: bool):
     """Tokenizers such as Pythia's and Llama 3's leave spaces out of the offsets of tokens."""
     used, said = tokenizer(template), "   if x:\n\n    return  1 "
     used.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
