@@ -156,6 +156,11 @@ def rope_types(config: Any) -> list[str | None]:
     """The `rope_type` of each layer type of a decoder that rotates; of a model of Transformers, all that it has."""
     if hasattr(config, "rope_of"):
         return [config.rope_of(layer_type).get("rope_type") for layer_type in rotating_types(config)]
+    return _named_rope_types(config)
+
+
+def _named_rope_types(config: Any) -> list[str | None]:
+    """Each `rope_type` that `rope_parameters` name, also of layers that do not rotate."""
     parameters = getattr(config, "rope_parameters", None) or {}  # of all layers, or of each layer type
     return [each.get("rope_type") for each in (parameters, *parameters.values()) if isinstance(each, dict)]
 
@@ -170,7 +175,8 @@ def longrope_borders(config: Any) -> list[int]:
 
     Keys that were cached before such a border have the short factors, and do not fit queries behind it.
     """
-    if not hasattr(config, "rope_of"):
+    # Every step of a generation asks, and looking at each layer type takes long.
+    if "longrope" not in _named_rope_types(config) or not hasattr(config, "rope_of"):
         return []
     ropes = (config.rope_of(layer_type) for layer_type in rotating_types(config))
     return [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]

@@ -81,7 +81,8 @@ def build_fingerprint(
 ) -> Fingerprint:
     """The values that must not change between saving a checkpoint and resuming from it, as JSON would store them."""
     architecture = {f"model.{name}": value for name, value in config.to_dict().items() if name not in UNRELATED_FIELDS}
-    settings = {name: getattr(arguments, name) for name in FIXED_SETTINGS if name not in arguments.without_effect}
+    unread = arguments.without_effect
+    settings = {name: getattr(arguments, name) for name in FIXED_SETTINGS if name not in unread}
     fingerprint = {
         **architecture,
         **source.fingerprint(),
