@@ -1,7 +1,7 @@
 """Loads a checkpoint to be scored, and refuses one whose scores would mean nothing."""
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from dynattn.modeling.other_models.composed_classes import composing_class
 
@@ -176,6 +177,17 @@ def check_loaded(place: str, info: Mapping[str, Any], *, exactly: bool = False) 
             f"{place} holds {len(unread)} weights that its config.json does not ask for, such as {unread[0]}; use the "
             "configuration that belongs to them"
         )
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Silences Transformers' warnings, such as those about missing and unexpected keys, which the caller checks."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def reads_both_ways(config: PreTrainedConfig) -> bool:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..common.checkpoint_loading import check_loaded
+from ..common.checkpoint_loading import check_loaded, quiet_loading
 from ..common.errors import UserError, last_line, refusal_of
 from . import probe
 from .checkpoint import Checkpoint
@@ -105,18 +104,15 @@ def sentence_answer(checkpoint: Checkpoint, model: Any) -> Tensor:
     Raises:
         UserError: a module does not load, or does not take the outputs of the model.
     """
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
     try:
-        encoder = probe.load_encoder(checkpoint.folder, str(checkpoint.sentence_class))
-        encoder[0].model = model
-        return probe.embed(encoder)
+        with quiet_loading():
+            encoder = probe.load_encoder(checkpoint.folder, str(checkpoint.sentence_class))
+            encoder[0].model = model
+            return probe.embed(encoder)
     except (AttributeError, *REFUSALS) as error:
         raise UserError(
             f"Sentence Transformers does not load or use {checkpoint.folder}: {refusal_of(error)}"
         ) from error
-    finally:
-        transformers.logging.set_verbosity(level)
 
 
 def verifies_sentences(checkpoint: Checkpoint) -> bool:

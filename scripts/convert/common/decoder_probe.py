@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from dynattn.modeling.caches.names import NEW_NAME, OLD_NAME, cache_in, named_cache
 
 from ...common.builtin_corpus import builtin_documents
+from ...common.checkpoint_loading import quiet_loading
 from ...common.errors import UserError
-from .model_loading import quiet_loading
 from .probe import (
     PROBE_WITHOUT_WINDOW,
     Answers,

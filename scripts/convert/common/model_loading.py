@@ -1,8 +1,6 @@
 """Loading configurations and models to compare their logits in float32."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging
 
 from ...common.checkpoint_files import read_config
-from ...common.checkpoint_loading import is_unknown
+from ...common.checkpoint_loading import is_unknown, quiet_loading
 from ...common.errors import UserError, first_line, last_line, refusal_of
 from .probe import Probe
 from .tensor_source import TensorSource
@@ -126,14 +124,3 @@ def require_memory(folder: Path) -> None:
             f"comparing logits needs about {needed / 1e9:.0f} GB of memory and the machine has {there / 1e9:.0f} GB; "
             "use a larger machine, or convert with --no-verify"
         )
-
-
-@contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Silences Transformers' warnings about missing and unexpected keys, which are checked here."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)

@@ -18,8 +18,8 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from ...common.atomic_file import write_json
 from ...common.builtin_corpus import builtin_documents
 from ...common.checkpoint_files import TOKENIZER_PATTERNS, matching_files, read_config, read_foreign_json
+from ...common.checkpoint_loading import quiet_loading
 from ...common.errors import UserError, first_line
-from ..common.model_loading import quiet_loading
 
 GENERATION = "generation_config.json"
 
