@@ -7,7 +7,7 @@ the trials find them.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, wait
 from functools import partial
 from multiprocessing import active_children, get_context
 from typing import Any, NamedTuple
@@ -18,8 +18,7 @@ from torch import Tensor
 from dynattn.modeling.ops.dcmha.triton import passes, tuning, workspace
 from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
 
-from ..common.signals import signals_held_back
-from ..common.workers import end_with_parent
+from ..common.workers import end_with_parent, submit
 from .harness.inputs import RANK
 from .harness.overrides import override_attributes
 from .harness.shapes import Shape
@@ -79,10 +78,9 @@ class Precompilation:
     def __init__(self, trials: Sequence[Mapping[TunableConstant, Any]], calls: Sequence[Call], target: Target) -> None:
         workers = min(max(1, len(os.sched_getaffinity(0)) - SPARED_CORES), max(1, len(trials) * len(calls)))
         self.pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent)
-        with signals_held_back():
-            self.futures: list[Future[None]] = [
-                self.pool.submit(compile_trial, dict(trial), call, target) for trial in trials for call in calls
-            ]
+        self.futures = [
+            submit(self.pool, compile_trial, dict(trial), call, target) for trial in trials for call in calls
+        ]
 
     def wait(self, seconds: float) -> None:
         """Waits until everything is compiled, but no longer than this.

@@ -4,11 +4,24 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
 from .errors import UserError
-from .signals import SIGNALS
+from .signals import SIGNALS, signals_held_back
+
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
+
+
+def submit(
+    pool: Executor, function: Callable[Parameters, Returned], *args: Parameters.args, **options: Parameters.kwargs
+) -> Future[Returned]:
+    """Gives a call to a pool, which may start workers for it: they get no signal before they are ready for it."""
+    with signals_held_back():
+        return pool.submit(function, *args, **options)
 
 
 def end_with_parent() -> None:

@@ -3,7 +3,7 @@
 import time
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +17,8 @@ import torch
 from ..common.atomic_file import read_json, without_nan, write_json
 from ..common.environment import hardware, provenance, source_commit, versions
 from ..common.errors import StoppedError, UserError
-from ..common.signals import signals_held_back, signals_received
-from ..common.workers import end_with_parent
+from ..common.signals import signals_received
+from ..common.workers import end_with_parent, submit
 from ..compare.study_folder import lock_of
 from ..pretrain.data.documents import is_hub_name
 from ..pretrain.stopping import deadline_after
@@ -176,7 +176,7 @@ def worker_pool(workers: int) -> Iterator[ResultsOf]:
     It yields items and results in the order in which they are finished. With one worker it calls in this process.
     """
     if workers == 1:
-        _one_thread()
+        torch.set_num_threads(1)
         yield lambda function, items: ((item, function(item)) for item in items)
         return
     # Processes are started afresh: one that is forked hangs in libraries whose threads it does not have.
@@ -198,7 +198,7 @@ def _as_finished(
     After a failure no further item is taken; it is raised when those that are running are finished.
     """
     left, failures = iter(items), list[BaseException]()
-    running = {_submit(pool, function, item): item for item in islice(left, workers)}
+    running = {submit(pool, _call, function, item): item for item in islice(left, workers)}
     while running:
         finished, _ = wait(running, return_when=FIRST_COMPLETED)
         for future in finished:
@@ -208,15 +208,9 @@ def _as_finished(
             else:
                 yield item, future.result()
         if not failures:
-            running |= {_submit(pool, function, item): item for item in islice(left, len(finished))}
+            running |= {submit(pool, _call, function, item): item for item in islice(left, len(finished))}
     if failures:
         raise failures[0]
-
-
-def _submit(pool: Executor, function: Callable[[Any], Any], item: Any) -> Future[Any]:
-    """Gives an item to the pool, which may start a worker for it."""
-    with signals_held_back():
-        return pool.submit(_call, function, item)
 
 
 def _call(function: Callable[[Any], Any], item: Any) -> Any:
@@ -241,8 +235,4 @@ def _stop(number: int) -> None:
 
 def _prepare_worker() -> None:
     end_with_parent()
-    _one_thread()
-
-
-def _one_thread() -> None:
     torch.set_num_threads(1)

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -20,8 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ...common.atomic_file import flush, write_json
-from ...common.signals import signals_held_back
-from ...common.workers import end_with_parent
+from ...common.workers import end_with_parent, submit
 from ..stopping import ignore_signals
 from .document_encoders import Encoded, TextEncoder
 from .documents import iterate_texts
@@ -94,16 +93,10 @@ def encode_batches(batches: Iterator[list[str]], encoder: TextEncoder, workers: 
     # A process that is forked after the tokenizer has used its threads can hang.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=_become_worker, initargs=(encoder,)) as pool:
-        waiting: list[Future[Encoded]] = [_submit(pool, batch) for batch in islice(batches, WAITING_BATCHES * workers)]
+        waiting = [submit(pool, _encode, batch) for batch in islice(batches, WAITING_BATCHES * workers)]
         while waiting:
             yield waiting.pop(0).result()
-            waiting += [_submit(pool, batch) for batch in islice(batches, 1)]
-
-
-def _submit(pool: ProcessPoolExecutor, batch: list[str]) -> Future[Encoded]:
-    """Gives a batch to the pool, which may start a worker for it."""
-    with signals_held_back():
-        return pool.submit(_encode, batch)
+            waiting += [submit(pool, _encode, batch) for batch in islice(batches, 1)]
 
 
 _encoder: TextEncoder
