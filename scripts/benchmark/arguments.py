@@ -69,12 +69,8 @@ class BenchmarkArguments:
     redraw: str | None = option(None, "a record.json whose table and plots are written to --output; measure nothing")
 
     def __post_init__(self) -> None:
-        for name in ("threads", "window", "batch_size", "layers", "vocabulary", "rounds"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} must be at least 1, not {value}")
+        check_positive(self, ["threads", "window", "batch_size", "layers", "vocabulary", "rounds", "budget"])
         check_seed("seed", self.seed)
-        check_positive(self, ["budget"])
         if self.window is None and self.layer_types != "L":
             raise UserError(f"--layer_types {self.layer_types}, but no layer has a window; add --window")
         if self.resume and self.overwrite:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from ...common.arguments import option
 from ...common.errors import UserError
-from ...common.number_ranges import check_seed
+from ...common.number_ranges import check_positive, check_seed
 from ..common.arguments import ConversionArguments
 
 FORWARD_ONLY = (
@@ -58,9 +58,7 @@ class UpcycleArguments(ConversionArguments):
         given = self.given(FORWARD_ONLY)
         if self.reverse and given:
             raise UserError(f"{given} only matter for making our model; leave out --reverse or them")
-        for name in ("rank", "groups"):
-            if (value := getattr(self, name)) < 1:
-                raise UserError(f"{name} must be at least 1, not {value}")
+        check_positive(self, ["rank", "groups"])
         check_seed("seed", self.seed)
         if self.qk_norm and not self.train_from_here:
             raise UserError(

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from ...common.arguments import option
-from ...common.errors import UserError
-from ...common.number_ranges import check_rates, check_seconds, check_seeds
+from ...common.number_ranges import check_positive, check_rates, check_seconds, check_seeds
 
 RATES = [1e-3, 3e-3, 9e-3]
 # Small models that are trained shortly learn best with larger ones.
@@ -38,8 +37,7 @@ class PairedStudyArguments:
         check_seeds(self.seeds, self.tuning_seed)
         check_rates(self.rates)
         check_seconds(self.max_seconds)
-        if self.workers < 1:
-            raise UserError(f"workers={self.workers} must be 1 or more")
+        check_positive(self, ["workers"])
 
     @property
     def rates(self) -> list[float]:

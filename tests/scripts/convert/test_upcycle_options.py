@@ -151,8 +151,8 @@ def test_check_tells_equal_from_different(
     [
         (("--qk-norm",), "--train-from-here"),
         (("--rank", "5"), "compose_rank (5) must be from 1"),
-        (("--rank", "0"), "rank must be at least 1"),
-        (("--groups", "0"), "groups must be at least 1"),
+        (("--rank", "0"), "rank=0 must be a positive number"),
+        (("--groups", "0"), "groups=0 must be a positive number"),
         (("--groups", "3"), "compose_groups (3) must divide"),
         (("--layer-types", "LX"), "must be letters L"),
         (("--layer-types", "LG"), "--sliding-window"),

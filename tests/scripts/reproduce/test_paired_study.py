@@ -197,7 +197,7 @@ def test_only_seeds_that_both_arms_have_are_compared(tmp_path: Path):
         ({"arms": ["magic"]}, r"arms \['magic'\] do not exist; choose from old, new"),
         ({"seeds": [1]}, "two or more different ones"),
         ({"seeds": [1, 9]}, "tuning_seed=9 is one of the measured"),
-        ({"workers": 0}, "workers=0 must be 1 or more"),
+        ({"workers": 0}, "workers=0 must be a positive number"),
         ({"max_seconds": -1.0}, "max_seconds=-1.0 must be 0 or more"),
         ({"learning_rates": [0.0]}, "positive numbers"),
         ({"redraw": True}, "no measured run yet"),
