@@ -22,13 +22,12 @@ from dynattn.families import family_of
 
 from ..common.arguments import suggest
 from ..common.checkpoint_files import check_has_config
-from ..common.checkpoint_loading import reads_both_ways
+from ..common.checkpoint_loading import highest_id, reads_both_ways
 from ..common.errors import UserError, in_one_line
 from ..common.memory_limits import check_memory
 from ..common.special_tokens import start_token_id
 from .arguments import PretrainArguments
 from .data.position_sampling import check_reads_positions
-from .data.tokenizer import required_vocabulary
 from .losses import computes_common_loss
 from .width_transfer import check_transfer, transfer_config
 
@@ -49,7 +48,7 @@ def build_config(arguments: PretrainArguments, tokenizer: PreTrainedTokenizerBas
             tokenizer, the sequences are longer than the model's positions, or it cannot do what the arguments ask for
             (carry memory, read sampled positions, keep documents apart).
     """
-    needed = required_vocabulary(tokenizer)
+    needed = highest_id(tokenizer) + 1
     if arguments.init_from:
         config = plan_config(arguments)
         for name, token in _special_tokens(type(config), tokenizer).items():

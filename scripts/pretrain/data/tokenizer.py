@@ -69,11 +69,6 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def required_vocabulary(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The smallest number of embeddings that has a row for every token."""
-    return max(tokenizer.get_vocab().values()) + 1
-
-
 def save_tokenizer(
     tokenizer: PreTrainedTokenizerBase, folder: Path, config: PreTrainedConfig, sequence_length: int
 ) -> None:

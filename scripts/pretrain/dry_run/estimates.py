@@ -6,11 +6,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ...common.checkpoint_loading import highest_id
 from ...common.errors import UserError
 from ...common.flops import ModelFlops
 from ..arguments import PretrainArguments
 from ..data.length_warmup import LengthWarmup
-from ..data.tokenizer import load_tokenizer, required_vocabulary
+from ..data.tokenizer import load_tokenizer
 from ..engines.choice import check_zero, obstacle_to_zero
 from ..engines.sequence_groups import check_division
 from ..model import checkpoint_activations_if_asked, count_parameters
@@ -106,7 +107,7 @@ def expected_vocabulary(arguments: PretrainArguments) -> dict[str, int]:
         return {"vocab_size": pad_vocabulary(arguments.vocab_size)}
     if arguments.init_from or arguments.tokenizer is None or not Path(arguments.tokenizer).is_dir():
         return {}
-    return {"vocab_size": pad_vocabulary(required_vocabulary(load_tokenizer(arguments.tokenizer)))}
+    return {"vocab_size": pad_vocabulary(highest_id(load_tokenizer(arguments.tokenizer)) + 1)}
 
 
 def possible_engines(arguments: PretrainArguments, count: int) -> list[str]:
