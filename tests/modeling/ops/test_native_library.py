@@ -197,7 +197,7 @@ def test_processes_without_a_cache_share_what_one_compiles(cache: Path) -> None:
     assert library.stat().st_mtime_ns == before
 
 
-def test_temporary_folders_end_with_their_process(cache: Path, tmp_path: Path) -> None:
+def test_temporary_folders_end_with_their_process(cache: Path) -> None:
     temporary = Path(tempfile.gettempdir())
     for taken in (cache.parent, temporary / f"dynattn-{os.geteuid()}"):
         taken.write_text("a file, so that nothing can be kept here")

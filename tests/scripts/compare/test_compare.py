@@ -82,7 +82,7 @@ def test_operations_of_a_token_do_not_depend_on_the_speed():
     assert flops_per_token(lines(20, 10, 5)) == flops_per_token(lines(5, 10, 20)) == pytest.approx(expected)
 
 
-def test_a_run_that_was_better_from_the_first_validation_on_gives_a_bound(tmp_path: Path):
+def test_a_run_that_was_better_from_the_first_validation_on_gives_a_bound():
     quick, slow, middle = run_of(3.9, 3.0), run_of(5.0, 4.0), run_of(5.0, 4.0, 3.0)
     assert token_ratio(quick, slow) == (2.0, math.inf)
     found = compare([slow, run_of(5.0, 4.5, 4.0)], [quick, middle])["token_ratio"]
@@ -309,7 +309,7 @@ def test_common_arguments_replace_those_of_every_file(tmp_path: Path, text: Path
         (["--redraw", "--output", "nowhere"], "holds no record.json"),
     ],
 )
-def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["compare", *words]) == 2
     assert message in capsys.readouterr().err
 

@@ -66,9 +66,7 @@ def test_two_processes_with_shards_make_the_curve_of_one(alone: Path, noise: flo
     assert {name: weight.shape for name, weight in one.items()} == {name: weight.shape for name, weight in two.items()}
 
 
-def test_weights_in_shards_resume_in_one_piece_and_back(
-    alone: Path, noise: float, corpus: Path, tmp_path: Path, caplog
-):
+def test_weights_in_shards_resume_in_one_piece_and_back(alone: Path, noise: float, corpus: Path, tmp_path: Path):
     """Two processes, one, two: each continues what the other kind has saved, after a kill."""
     output = tmp_path / "run"
     with killed_after(5):

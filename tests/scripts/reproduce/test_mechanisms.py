@@ -384,7 +384,7 @@ def test_a_width_that_the_heads_do_not_divide_is_told_as_a_reason():
     assert told == "hidden_size (64) must be a multiple of num_attention_heads (3), or give head_dim"
 
 
-def test_all_arms_of_a_seed_read_the_same_sequences(monkeypatch: pytest.MonkeyPatch):
+def test_all_arms_of_a_seed_read_the_same_sequences():
     seen: list[Tensor] = []
 
     class Watched(Recall):

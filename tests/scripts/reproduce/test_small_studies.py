@@ -101,7 +101,7 @@ def test_record_and_table_hold_the_same_rows(tmp_path: Path) -> None:
     assert record["settings"] == settings
 
 
-def test_a_study_replaces_no_record_of_another(run: Path, tmp_path: Path) -> None:
+def test_a_study_replaces_no_record_of_another(tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text("precious")
     with pytest.raises(UserError, match="holds something that is no study of speculation"):
         claim_folder(str(tmp_path), {"study": "speculation"})

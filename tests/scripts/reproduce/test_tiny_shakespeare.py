@@ -427,7 +427,7 @@ def test_runs_that_were_made_in_other_ways_are_not_reported_together(other: dict
     assert not (tmp_path / "record.json").exists()
 
 
-def test_runs_of_groups_that_are_not_compared_may_be_of_any_length(tmp_path: Path):
+def test_runs_of_groups_that_are_not_compared_may_be_of_any_length():
     longer = changed(result_of("longer", "mha", 0, 0.5), steps=10)
     check_comparable([result_of("sensible", "mha", 0, 0.5), longer])
 

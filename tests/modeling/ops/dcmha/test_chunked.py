@@ -300,7 +300,7 @@ def test_models_give_the_logits_of_the_reference(family: str, way: Callable[[Pre
     torch.testing.assert_close(way(model, ids), expected, atol=1e-9, rtol=0)
 
 
-def test_the_model_takes_it_by_default_and_a_padding_mask_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_takes_it_by_default_and_a_padding_mask_stays_small() -> None:
     model = make("dcformer")
     assert model.config._attn_implementation == "chunked"
     seen: list[Any] = []
