@@ -85,6 +85,7 @@ class Trainer:
             self.average = WeightAverage(self.module, arguments.ema_decay)
         if resume_from is not None:
             self.progress = checkpoint.load(engine, resume_from, self.model, self.optimizer, plan.memory, self.average)
+            self.throughput.restore(self.progress.throughput)
             on_main(run.path, lambda: run.leave_later_checkpoints(self.progress.step))
         self.metrics = MetricsLog(run.metrics, self.accelerator, self.progress.step, arguments.trackers)
         self.checkpoints = CheckpointWriter(
@@ -245,6 +246,7 @@ class Trainer:
         self.progress = checkpoint.load(self.engine, saved[-1], self.model, self.optimizer, memory, self.average)
         self.progress.skipped = before.data_step + 1 - self.progress.step
         self.progress.bad_updates = before.bad_updates
+        self.throughput.restore(self.progress.throughput)
         memory.forget()  # the next batch does not follow the text in it
         self.metrics.rewind(self.progress.step)
         bar.update(self.progress.step - before.step)
@@ -321,6 +323,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Writes a checkpoint, or begins to write it in the background."""
+        self.progress.throughput = self.throughput.counts()
         state = {
             "progress": asdict(self.progress),
             "fingerprint": self.plan.fingerprint,

@@ -54,6 +54,7 @@ class TrainingProgress:
         tokens: tokens read by all processes.
         seconds: time spent on updates, without validation and saving.
         loss_sum, loss_count: sum and number of the losses since the last line of training metrics.
+        throughput: the counts of `Throughput` since that line, as they were when the checkpoint was saved.
         validated: the update after which the last validation was made.
         skipped: how many updates' data rollbacks have left out.
         bad_updates: how many updates have been skipped or rolled back.
@@ -65,6 +66,7 @@ class TrainingProgress:
     seconds: float = 0.0
     loss_sum: float = 0.0
     loss_count: int = 0
+    throughput: dict[str, float] = field(default_factory=dict)
     validated: int = 0
     skipped: int = 0
     bad_updates: int = 0

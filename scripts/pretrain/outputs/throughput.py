@@ -1,11 +1,12 @@
 """Tokens per second, FLOP/s, and their share of what the hardware can do."""
 
 import resource
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -58,6 +59,19 @@ class Throughput:
                 outputs = None if self.flops.is_causal else int((batch["labels"] != IGNORED).sum())
                 self.operations += self.flops.training(positions(batch), outputs)
 
+    def counts(self) -> dict[str, float]:
+        """The counts since the last report, of all processes, which have to call it together; for a checkpoint."""
+        return {"tokens": self.tokens, "seconds": self.seconds, "operations": sum(gather_object([self.operations]))}
+
+    def restore(self, counts: Mapping[str, float]) -> None:
+        """Goes on from the `counts` of a checkpoint; those of earlier versions have none, which are zero.
+
+        Without them the next report would be of the updates after the checkpoint alone, and those of a run that was
+        interrupted would not be the ones of an undisturbed run. The first process takes the operations of all.
+        """
+        self.tokens, self.seconds = int(counts.get("tokens", 0)), counts.get("seconds", 0.0)
+        self.operations = int(counts.get("operations", 0)) if self.accelerator.is_main_process else 0
+
     def report(self) -> dict[str, float]:
         """The rates since the last report; all processes have to call it together."""
         rates = {"tokens_per_second": self.tokens / self.seconds, "memory_gib": peak_gib(self.accelerator.device)}
@@ -66,7 +80,7 @@ class Throughput:
             per_second = self.accelerator.reduce(operations, reduction="sum").item() / self.seconds
             rates |= {"flops_per_second": per_second, "gemm_flops_per_second": self.gemm_rate}
             rates["mfu"] = per_second / self.gemm_rate
-        self.tokens, self.seconds, self.operations = 0, 0.0, 0
+        self.restore({})
         return rates
 
 

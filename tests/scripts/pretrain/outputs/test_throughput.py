@@ -1,9 +1,13 @@
 """What the progress lines say of a model's speed."""
 
+from pathlib import Path
+
 import psutil
+import pytest
 import torch
 from accelerate import Accelerator
 from cases.models import make_model
+from cases.training import curve, killed_run, run
 
 from dynattn import DCFormerForCausalLM, DCModernBertConfig, DCModernBertForMaskedLM
 from dynattn.configuration.composed_config import ComposedConfig
@@ -40,3 +44,17 @@ def test_a_report_counts_what_came_since_the_last() -> None:
         rates = throughput.report()
         assert (rates["tokens_per_second"], rates["flops_per_second"]) == (8, flops.training(torch.arange(4), 1))
         assert rates["mfu"] == rates["flops_per_second"] / 2e9
+
+
+def test_a_resumed_run_counts_the_operations_of_updates_before_its_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    """The checkpoint is of an update between two lines; operations depend on the documents, and so on the update."""
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_hidden_layers": 1}
+    options = {"model_type": "dcformer", "model_config": sizes, "max_steps": 6, "log_every": 3, "save_every": 2}
+    killed_run(tmp_path / "killed", corpus, step=5, **options)
+    costs = []
+    for name in ("straight", "killed"):
+        output = run(tmp_path / name, corpus, **options).output
+        rates = curve(output, "flops_per_second", "tokens_per_second", split="train")
+        costs.append([operations / tokens for operations, tokens in rates])
+    assert costs[0] == pytest.approx(costs[1], rel=1e-9)
+    assert costs[0][0] != pytest.approx(costs[0][1], rel=1e-3)
