@@ -14,7 +14,9 @@ from ..common.atomic_file import write_whole
 from ..common.commands import import_words
 from ..common.errors import UserError
 from ..pretrain import PretrainArguments, pretrain
+from ..pretrain.dry_run.estimates import expected_vocabulary
 from ..pretrain.guard import DivergedError
+from ..pretrain.model import build_model
 from ..pretrain.model_config import plan_config
 from ..pretrain.same_texts import check_same_texts
 from ..pretrain.stopping import deadline_after
@@ -108,8 +110,9 @@ def make_runs(arguments: CompareArguments, variants: Sequence[Variant], output: 
 def check_models(runs: "Runs") -> None:
     """Raises UserError for a variant whose model cannot be built, before the runs of other variants take their time."""
     for name in runs.variants:
+        arguments = runs.arguments(seed=0, name=name, rate=None)
         try:
-            plan_config(runs.arguments(seed=0, name=name, rate=None))
+            build_model(arguments, plan_config(arguments, expected_vocabulary(arguments)))
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
 

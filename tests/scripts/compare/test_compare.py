@@ -253,6 +253,18 @@ def test_variants_that_do_not_compare_are_refused(tmp_path: Path, text: Path, op
         ({"model_config": {**SIZES, "max_position_embeddings": 16}}, "plain: sequence_length=32 is above the model's"),
         ({"model_type": "bert"}, "plain: a bert reads each token with those after it"),
         ({"model_config": {**SIZES, "num_attention_heads": "two"}}, "plain: model_config is not valid for dcformer"),
+        (
+            {"model_type": "llama", "model_config": {**SIZES, "composed_heads": {"compose_gate": "no"}}},
+            "plain: cannot build the model 'llama': model.layers.0.self_attn: Field 'compose_gate' expected bool",
+        ),
+        (
+            {"model_type": "llama", "model_config": SIZES, "composition_learning_rate": 1e-4},
+            "plain: composition_learning_rate=0.0001 .* are for models that compose heads",
+        ),
+        (
+            {"model_type": "mamba", "model_config": {"hidden_size": 16, "num_hidden_layers": 1}},
+            "plain: mask_documents keeps documents apart .* a mamba does not",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_built_is_refused_before_the_first_run(
