@@ -67,10 +67,17 @@ def check_fields(handler: BaseHandler, body: dict[str, Any]) -> None:
 
 
 class StreamError(utils._StreamError):
-    """An error in the middle of a stream, whose message Transformers' server puts between quotes without escaping."""
+    """An error in the middle of a stream, whose message may have quotes and line breaks."""
 
     def __init__(self, msg: str) -> None:
-        super().__init__(json.dumps(msg)[1:-1])
+        super().__init__(ErrorMessage(msg))
+
+
+class ErrorMessage(str):
+    """A text that f-strings escape, with which two endpoints put it between quotes; that of responses writes JSON."""
+
+    def __format__(self, _: str) -> str:
+        return json.dumps(self)[1:-1]
 
 
 def malformation(error: RequestValidationError) -> str:

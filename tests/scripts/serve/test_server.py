@@ -293,6 +293,8 @@ def test_an_error_within_a_stream_is_json() -> None:
     message = 'a "word"\nand \\'
     told = part("requests").StreamError(message).msg
     assert json.loads(f'{{"error": "{told}"}}') == {"error": message}
+    event = import_module("openai.types.responses").ResponseErrorEvent(type="error", sequence_number=0, message=told)
+    assert json.loads(event.model_dump_json())["message"] == message
 
 
 @pytest.mark.parametrize(("name", "refused"), [("here@main", False), ("other@main", True)])
