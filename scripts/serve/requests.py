@@ -6,12 +6,13 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from torch import Tensor
 from transformers.cli.serving import utils
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler
 
-read_fields = BaseHandler._validate_request
+read_fields, stream_tokens = BaseHandler._validate_request, utils.DirectStreamer.put
 # Fields of OpenAI's API that Transformers' server ignores with a warning in its own log, so a client would not get what
 # it asked for; and the values, in JSON, that ask for nothing.
 IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
@@ -64,6 +65,14 @@ def check_fields(handler: BaseHandler, body: dict[str, Any]) -> None:
     for name in ignored & IGNORED_FIELDS.keys() & body.keys():
         if json.dumps(body[name]) not in ("null", *IGNORED_FIELDS[name]):
             raise ValueError(f"{name}={body[name]!r} is not supported; leave it out")
+
+
+def stream_each_token(streamer: utils.DirectStreamer, tokens: Tensor) -> None:
+    """In the place of `DirectStreamer.put`, which takes the tokens `[1, N]` of speculative decoding for a single one.
+
+    Then `usage` would count too few, and an answer that was cut by its limit would have the reason `stop`.
+    """
+    stream_tokens(streamer, tokens.flatten())
 
 
 class StreamError(utils._StreamError):

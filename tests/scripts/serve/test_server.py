@@ -289,6 +289,20 @@ def test_a_request_is_answered_within_its_own_limit_and_told_that_it_was_cut(
     assert len(tokens) == asked.max_new_tokens == (5 if limits else 13)
 
 
+def test_the_tokens_of_a_speculative_stream_are_counted_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    streamer_class, requests = import_module("transformers.cli.serving.utils").DirectStreamer, part("requests")
+    monkeypatch.setattr(streamer_class, "put", requests.stream_each_token)
+    loop, tokenizer, told = asyncio.new_event_loop(), make_tokenizer(), asyncio.Queue[Any]()
+    streamer = streamer_class(tokenizer._tokenizer, loop, told)
+    answer = tokenizer("What is 2 + 2?", return_tensors="pt")["input_ids"]
+    for tokens in (torch.tensor([[3, 4]]), answer[:, :5], answer[0, 5:6], answer[:, 6:]):  # the first are the prompt
+        streamer.put(tokens)
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    assert "".join(told.get_nowait() for _ in range(told.qsize())) == "What is 2 + 2?"
+    assert streamer.total_tokens == answer.shape[1]
+
+
 def test_an_error_within_a_stream_is_json() -> None:
     message = 'a "word"\nand \\'
     told = part("requests").StreamError(message).msg
