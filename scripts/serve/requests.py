@@ -7,6 +7,7 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.cli.serving import utils
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
@@ -65,6 +66,26 @@ def check_fields(handler: BaseHandler, body: dict[str, Any]) -> None:
     for name in ignored & IGNORED_FIELDS.keys() & body.keys():
         if json.dumps(body[name]) not in ("null", *IGNORED_FIELDS[name]):
             raise ValueError(f"{name}={body[name]!r} is not supported; leave it out")
+    if body.get("generation_config") is not None:
+        check_generation_config(body["generation_config"])
+
+
+def check_generation_config(written: Any) -> None:
+    """Raises ValueError unless this is an object in JSON with fields that `generate` reads, for a single answer.
+
+    Transformers takes any names, so that a mistyped one would change nothing. Of several answers to one prompt its
+    server returns the first, and streams the tokens of all as one text.
+    """
+    try:
+        asked = json.loads(written)
+    except (TypeError, ValueError):
+        asked = None
+    if not isinstance(asked, dict):
+        raise ValueError(f"generation_config={written!r} must be a string with a JSON object")
+    if unknown := sorted(asked.keys() - vars(GenerationConfig())):
+        raise ValueError(f"generation_config has the unknown fields {unknown}; leave them out")
+    if (answers := asked.get("num_return_sequences")) not in (None, 1):
+        raise ValueError(f"num_return_sequences={answers!r} is not supported; leave it out, and send several requests")
 
 
 def stream_each_token(streamer: utils.DirectStreamer, tokens: Tensor) -> None:

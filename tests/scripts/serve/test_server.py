@@ -247,6 +247,27 @@ def test_each_endpoint_refuses_what_it_would_ignore(endpoint: str, fields: dict[
         part("requests").check_fields(handler(endpoint), fields)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ('{"do_samples": true}', "generation_config has the unknown fields ['do_samples']"),
+        ('{"num_return_sequences": 2}', "num_return_sequences=2 is not supported"),
+        ("[1]", "generation_config='[1]' must be a string with a JSON object"),
+        ("top_k", "generation_config='top_k' must be a string"),
+        ({"top_k": 5}, "generation_config={'top_k': 5} must be a string"),
+    ],
+)
+def test_settings_without_effect_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        part("requests").check_fields(handler("completion.CompletionHandler"), {"generation_config": settings})
+
+
+def test_settings_of_generate_are_taken_as_transformers_writes_them() -> None:
+    written = GenerationConfig(do_sample=True, num_return_sequences=1, stop_strings=["a"], eos_token_id=[1, 2])
+    for text in (written.to_json_string(), written.to_json_string(use_diff=False)):
+        part("requests").check_fields(handler("completion.CompletionHandler"), {"generation_config": text})
+
+
 def test_the_engine_knows_no_two_requests_by_one_name() -> None:
     named = part("batching").with_own_name(lambda request_id: request_id)
     first, second = named(request_id="same"), named(request_id="same")
