@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -38,7 +39,7 @@ class Checkpoint:
     auto_class: str  # the Auto class of its architecture, such as "AutoModelForCausalLM"
     model_class: type[PreTrainedModel]
     plain_class: type | None  # what `model_class` adds composed heads to, in a model of Transformers
-    elements: Counter[str]  # of the weights, by dtype; copies of a tied embedding do not count
+    elements: Counter[str]  # of the parameters, by dtype; each of tied ones counts once
     tokenizer: PreTrainedTokenizerBase | None
     sentence_class: str | None  # of Sentence Transformers, if it is a model of that library
     files_to_copy: list[str]  # what is published unchanged: weights, tokenizer, license, pictures of the card ...
@@ -92,12 +93,10 @@ def read_checkpoint(path: str) -> Checkpoint:
     patterns = (*COMPANION_PATTERNS, *PICTURES, *(TOKENIZER_PATTERNS if tokenizer is not None else ()))
     modules = module_files(folder)
     files = list(dict.fromkeys([*weight_files, *matching_files(folder, patterns), *modules]))
-    # Some trainers also write the copies of the embedding that a model with a tied head makes by itself.
-    is_tied = getattr(config, "tie_word_embeddings", False)
-    copies = (is_tied and getattr(model_class, "_tied_weights_keys", None)) or {}
+    others = _no_parameters(model_class, config, folder)
     elements = Counter[str]()
     for name, tensor in tensors.items():
-        if name not in copies:
+        if name not in others:
             elements[tensor.dtype] += math.prod(tensor.shape)
     sentence_class = class_name(folder) if modules else None
     return Checkpoint(folder, config, auto_class, model_class, plain_class, elements, tokenizer, sentence_class, files)
@@ -118,6 +117,25 @@ def _read_headers(folder: Path) -> tuple[list[str], dict[str, StoredTensor]]:
     check_places(headers, placed)
     tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
     return [*(path.name for path in files), *([WEIGHTS_INDEX] if placed else [])], tensors
+
+
+def _no_parameters(model_class: type[PreTrainedModel], config: PreTrainedConfig, folder: Path) -> set[str]:
+    """The names of what weight files may hold besides parameters.
+
+    These are buffers, such as the bias by which DeepSeek-V3 balances its experts, and the copies of the embedding that
+    a model with a tied head makes by itself, which some trainers also write.
+
+    Raises:
+        UserError: the configuration makes no model.
+    """
+    try:
+        with torch.device("meta"):
+            model = model_class(config)
+    except Exception as error:  # bad values raise errors of many types
+        raise UserError(f"{folder} does not load: {refusal_of(error)}") from error
+    is_tied = getattr(config, "tie_word_embeddings", False)
+    copies = (is_tied and getattr(model_class, "_tied_weights_keys", None)) or {}
+    return {name for name, _ in model.named_buffers()}.union(copies)
 
 
 def _find_config_class(raw: Mapping[str, Any], folder: Path) -> type[PreTrainedConfig]:

@@ -15,6 +15,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     CLIPVisionConfig,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -165,6 +167,16 @@ def test_the_parts_of_a_configuration_tell_the_tokens_and_the_pictures(tmp_path:
     pairs = read_checkpoint(str(tmp_path / "pairs"))
     assert answers_with_package(pairs)["plain"].shape == (3, 1)
     assert task_of(pairs) == "zero-shot-image-classification"
+
+
+def test_buffers_are_no_parameters(tmp_path: Path) -> None:
+    """Such as what DeepSeek-V3 adds to the scores of its experts, which no optimizer trains."""
+    ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    config = DeepseekV3Config(**TEXTS, **ranks, **experts, moe_intermediate_size=16, first_k_dense_replace=1)
+    save_composed(tmp_path / "experts", DeepseekV3ForCausalLM, config)
+    model = with_composed_heads(DeepseekV3ForCausalLM).from_pretrained(tmp_path / "experts")
+    assert read_checkpoint(str(tmp_path / "experts")).elements == {"F32": model.num_parameters()}
 
 
 def test_what_cannot_be_published_is_told_so(original: Path, tmp_path: Path) -> None:
