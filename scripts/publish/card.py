@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from transformers import PreTrainedConfig
 
-from dynattn.remote_code import PACKAGE, plain_classes, root_of
+from dynattn.remote_code import PACKAGE, root_of
 
 from ..common.checkpoint_files import require_inside
 from ..common.errors import UserError, last_line
@@ -23,28 +23,10 @@ from ..common.folder_names import may_be_on_the_hub
 from ..common.markdown import table
 from ..common.yaml_files import check_size
 from .arguments import PublishArguments
-from .checkpoint import Checkpoint
+from .checkpoint import TASKS, Checkpoint
 from .evaluation_metadata import merge_evaluation, read_evaluation
 from .sentence_modules import LIBRARY
 
-# The task of a model is that of the first Auto class here that returns it.
-TASKS = {
-    "AutoModelForMaskedLM": "fill-mask",
-    "AutoModelForMultipleChoice": "multiple-choice",
-    "AutoModelForQuestionAnswering": "question-answering",
-    "AutoModelForVisualQuestionAnswering": "visual-question-answering",
-    "AutoModelForImageClassification": "image-classification",
-    "AutoModelForZeroShotImageClassification": "zero-shot-image-classification",
-    "AutoModelForImageSegmentation": "image-segmentation",
-    "AutoModelForSemanticSegmentation": "image-segmentation",
-    "AutoModelForObjectDetection": "object-detection",
-    "AutoModelForDepthEstimation": "depth-estimation",
-    "AutoModelForImageTextToText": "image-text-to-text",
-    "AutoModelForCausalLM": "text-generation",
-    "AutoModelForSeq2SeqLM": "translation",
-    "AutoModelForSequenceClassification": "text-classification",
-    "AutoModelForTokenClassification": "token-classification",
-}
 # Authors, year and title of the papers of all families, by the number on arXiv.
 PAPERS = {
     "2405.08553": ("Da Xiao and Qingye Meng and Shengping Li and Xingyuan Yuan", 2024,
@@ -195,9 +177,7 @@ def _check_metadata(data: Any, path: Path) -> None:
 def _complete_metadata(data: Any, checkpoint: Checkpoint, license_name: str | None) -> None:
     data.library_name = "transformers" if checkpoint.sentence_class is None else "sentence-transformers"
     features = {"input_ids": "feature-extraction", "pixel_values": "image-feature-extraction"}
-    returned_by = {checkpoint.auto_class, *plain_classes(checkpoint.config)}
-    tasks = (task for auto_class, task in TASKS.items() if auto_class in returned_by)
-    data.pipeline_tag = data.pipeline_tag or next(tasks, features[checkpoint.reads])
+    data.pipeline_tag = data.pipeline_tag or TASKS.get(checkpoint.auto_class, features[checkpoint.reads])
     data.license = license_name or data.license
     tags = [data.tags] if isinstance(data.tags, str) else list(data.tags or [])
     wanted = ["dynattn", checkpoint.config.model_type, "custom_code", f"arxiv:{checkpoint.paper}"]

@@ -25,6 +25,24 @@ from .sentence_modules import class_name, module_files
 PICTURES = ("*.png", "*.svg")  # of the card
 # The main inputs of models that `probe` can measure.
 INPUTS = ("input_ids", "pixel_values")
+# The task of a model is that of the first Auto class here that returns it; BART's of translation fills masks, too.
+TASKS = {
+    "AutoModelForSeq2SeqLM": "translation",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForMultipleChoice": "multiple-choice",
+    "AutoModelForQuestionAnswering": "question-answering",
+    "AutoModelForVisualQuestionAnswering": "visual-question-answering",
+    "AutoModelForImageClassification": "image-classification",
+    "AutoModelForZeroShotImageClassification": "zero-shot-image-classification",
+    "AutoModelForImageSegmentation": "image-segmentation",
+    "AutoModelForSemanticSegmentation": "image-segmentation",
+    "AutoModelForObjectDetection": "object-detection",
+    "AutoModelForDepthEstimation": "depth-estimation",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+}
 
 
 @dataclass(frozen=True)
@@ -154,7 +172,8 @@ def _find_config_class(raw: Mapping[str, Any], folder: Path) -> type[PreTrainedC
 def _find_model_class(config: PreTrainedConfig, folder: Path) -> tuple[str, type[PreTrainedModel], type | None]:
     """The Auto class of the architecture, its class, and the class to which that one adds composed heads."""
     if plain := plain_classes(config):
-        auto_class = min(plain, key="AutoModelForPreTraining".__eq__)  # any other one is better
+        without_task = min(plain, key="AutoModelForPreTraining".__eq__)  # any other one is better
+        auto_class = next((name for name in TASKS if name in plain), without_task)
         return auto_class, with_composed_heads(plain[auto_class]), plain[auto_class]
     registered = registered_classes(type(config)) if travels(type(config)) else {}
     by_name = {cls.__name__: (auto, cls) for auto, cls in registered.items() if auto != "AutoConfig"}

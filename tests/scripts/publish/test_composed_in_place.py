@@ -12,6 +12,8 @@ from huggingface_hub import ModelCard
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
     CLIPVisionConfig,
@@ -167,6 +169,15 @@ def test_the_parts_of_a_configuration_tell_the_tokens_and_the_pictures(tmp_path:
     pairs = read_checkpoint(str(tmp_path / "pairs"))
     assert answers_with_package(pairs)["plain"].shape == (3, 1)
     assert task_of(pairs) == "zero-shot-image-classification"
+
+
+def test_an_encoder_decoder_translates_though_its_class_fills_masks_too(tmp_path: Path) -> None:
+    layers = {f"{side}_{name}": 1 for side in ("encoder", "decoder") for name in ("layers", "ffn_dim")}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    widths = {"d_model": 8, "vocab_size": 40, "max_position_embeddings": 16}
+    save_composed(tmp_path / "bart", BartForConditionalGeneration, BartConfig(**layers, **heads, **widths))
+    checkpoint = read_checkpoint(str(tmp_path / "bart"))
+    assert (checkpoint.auto_class, task_of(checkpoint)) == ("AutoModelForSeq2SeqLM", "translation")
 
 
 def test_buffers_are_no_parameters(tmp_path: Path) -> None:
