@@ -249,16 +249,21 @@ def _usage(checkpoint: Checkpoint, name: str) -> str:
 
 
 def _other_classes(checkpoint: Checkpoint) -> list[str]:
-    """The Auto classes of what is loaded beside the model; Sentence Transformers loads all at once."""
+    """The Auto classes of what is loaded beside the model; Sentence Transformers loads all at once.
+
+    A processor of texts and pictures holds the tokenizer.
+    """
     if checkpoint.sentence_class is not None:
         return []
+    if "processor_config.json" in checkpoint.files_to_copy:
+        return ["AutoProcessor"]
     processors = ["AutoImageProcessor"] if "preprocessor_config.json" in checkpoint.files_to_copy else []
     return [*(["AutoTokenizer"] if checkpoint.tokenizer else []), *processors]
 
 
 def _load(call: str, name: str, others: list[str], options: str = "") -> str:
     """The lines of code that load the model `name` by `call`, and what belongs to it by the classes `others`."""
-    variables = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "processor"}
+    variables = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "processor", "AutoProcessor": "processor"}
     calls = {"model": call, **{variables[cls]: f"{cls}.from_pretrained" for cls in others}}
     return "\n".join(f"{variable} = {call}({_quote(name)}{options})" for variable, call in calls.items())
 

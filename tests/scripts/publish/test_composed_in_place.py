@@ -162,6 +162,10 @@ def test_the_parts_of_a_configuration_tell_the_tokens_and_the_pictures(tmp_path:
     save_tokenizer(tmp_path / "both")
     both = read_checkpoint(str(tmp_path / "both"))
     assert both.tokenizer is not None and task_of(both) == "image-text-to-text"
+    (tmp_path / "both" / "processor_config.json").write_text('{"processor_class": "LlavaProcessor"}')
+    with_processor = read_checkpoint(str(tmp_path / "both"))
+    card = make_card(with_processor, PublishArguments(checkpoint=str(tmp_path / "both")))
+    assert 'processor = AutoProcessor.from_pretrained("both")' in card and "AutoTokenizer" not in card
     siglip = SiglipConfig(text_config={**SIZES, "vocab_size": 300}, vision_config=vision)
     save_composed(tmp_path / "pictures", SiglipForImageClassification, siglip)
     assert answers_with_package(read_checkpoint(str(tmp_path / "pictures")))["plain"].shape == (3, 2)
