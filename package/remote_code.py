@@ -27,17 +27,21 @@ REMOTE = "transformers_modules"
 # A module that defines this name is replaced by its constants (see `constants_instead`).
 FLAT_CONSTANTS = re.compile(r"^FLAT_CONSTANTS\b", re.MULTILINE)
 IMPORT_SOURCE = re.compile(r"from\s+[\w.]+")
-# The module with the class of a model of Transformers that has composed heads.
+# The module with the classes of models of Transformers that have composed heads. Another version may lack some of the
+# plain classes.
 COMPOSED_MODULE = "modeling_composed"
-COMPOSED_CODE = """\
+COMPOSED_HEAD = """\
 # Made by {package} {version}, for loading with trust_remote_code.
-from transformers import {plain}
+import transformers
 
 from .{defined_in} import {composed}
+"""
+COMPOSED_CLASS = """\
 
+if hasattr(transformers, "{plain}"):
 
-class {name}({composed}({plain})):
-    pass
+    class {name}({composed}(transformers.{plain})):
+        pass
 """
 
 
@@ -51,7 +55,8 @@ class Code(NamedTuple):
 def write_code(config: PreTrainedConfig, folder: str | Path) -> list[str]:
     """Writes the code of all classes registered for `config` into `folder` and points its `auto_map` at them.
 
-    For a model of Transformers with composed heads, it is the code of the class that `config.architectures` names.
+    For a model of Transformers with composed heads, it is the code of the class that `config.architectures` names, and
+    of those with other heads.
 
     Returns:
         The names of the files; none for a configuration class whose code does not travel.
@@ -60,7 +65,7 @@ def write_code(config: PreTrainedConfig, folder: str | Path) -> list[str]:
         ValueError: the code of the package cannot be made flat.
     """
     if plain := plain_classes(config):
-        code = _code_of_composed(plain)
+        code = _code_of_composed({**_with_other_heads(config), **plain})
     elif travels(type(config)):
         code = _code_of_registered(registered_classes(type(config)))
     else:
@@ -80,18 +85,26 @@ def _code_of_registered(classes: dict[str, type]) -> Code:
 
 
 def _code_of_composed(plain: dict[str, type]) -> Code:
-    """The code of a model with composed heads, whose class without them is given by the Auto classes that return it."""
-    cls = next(iter(plain.values()))
-    source = COMPOSED_CODE.format(
-        package=PACKAGE,
-        version=__version__,
-        plain=cls.__name__,
-        name=composed_name(cls.__name__),
-        composed=with_composed_heads.__name__,
-        defined_in=flat_name(with_composed_heads.__module__),
-    )
+    """The code of classes with composed heads, which without them are those that the Auto classes return."""
+    composed = with_composed_heads.__name__
+    defined_in = flat_name(with_composed_heads.__module__)
+    source = COMPOSED_HEAD.format(package=PACKAGE, version=__version__, defined_in=defined_in, composed=composed)
+    names = {cls.__name__: composed_name(cls.__name__) for cls in plain.values()}
+    source += "".join(COMPOSED_CLASS.format(plain=of, name=name, composed=composed) for of, name in names.items())
     files = {**flat_code([with_composed_heads]), f"{COMPOSED_MODULE}.py": source}
-    return Code(files, {auto: f"{COMPOSED_MODULE}.{composed_name(cls.__name__)}" for auto in plain})
+    return Code(files, {auto: f"{COMPOSED_MODULE}.{names[cls.__name__]}" for auto, cls in plain.items()})
+
+
+def _with_other_heads(config: PreTrainedConfig) -> dict[str, type]:
+    """The classes of Transformers for the configuration of a model with composed heads, by the Auto class.
+
+    Without code of theirs, an Auto class would load a plain model and drop the composition. There are none for a
+    composition that names its modules, which have other names in these classes.
+    """
+    if config.composed_heads.get("names") is not None:
+        return {}
+    known = [(auto, cls) for auto, cls in _auto_classes(type(config)) if root_of(cls) == "transformers"]
+    return dict(reversed(known))  # the first of several classes that an Auto class returns
 
 
 def plain_classes(config: PreTrainedConfig) -> dict[str, type]:

@@ -11,7 +11,9 @@ from cases.vision_models import strengthen
 from huggingface_hub import ModelCard
 from torch import Tensor
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
@@ -39,6 +41,7 @@ from transformers import (
 )
 
 from dynattn import with_composed_heads
+from dynattn.remote_code import write_code
 from dynattn.scripts.cli import main
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.publish.arguments import PublishArguments
@@ -119,6 +122,21 @@ def test_saved_again_the_model_keeps_its_code(original: Path, published: Path, t
         torch.testing.assert_close(logits(again), logits(model))
     with_composed_heads(LlamaForCausalLM).from_pretrained(original).save_pretrained(tmp_path / "without")
     assert not list((tmp_path / "without").glob("*.py"))
+
+
+def test_other_heads_load_with_the_composition_unless_it_names_its_modules(published: Path, tmp_path: Path) -> None:
+    """An Auto class that the folder had no class for would return a plain model."""
+    weights = with_composed_heads(LlamaForCausalLM).from_pretrained(published).state_dict()
+    for auto_class in (AutoModel, AutoModelForSequenceClassification):
+        loaded = auto_class.from_pretrained(published, trust_remote_code=True)
+        names = [name for name, _ in loaded.base_model.named_parameters() if "composition." in name]
+        assert names
+        for name in names:
+            assert torch.equal(loaded.base_model.get_parameter(name), weights[f"model.{name}"])
+    config = LlamaConfig(**TEXTS, composed_heads={"names": ["model.layers.0.self_attn"]})
+    config.architectures = ["ComposedLlamaForCausalLM"]
+    write_code(config, tmp_path)
+    assert list(config.auto_map) == ["AutoModelForCausalLM"]
 
 
 @pytest.mark.slow
