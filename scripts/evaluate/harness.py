@@ -36,7 +36,7 @@ BOOTSTRAPS = 1000  # resamplings for lm-eval's standard errors
 
 
 class StrictHFLM(HFLM):
-    """lm-eval's model wrapper, except that it refuses prompts that are too long, and logits that are NaN.
+    """lm-eval's model wrapper, except that it refuses what would have wrong scores, such as prompts that are too long.
 
     Log-probabilities are computed in float32, whatever the dtype of the model. With `carry_memory`, texts whose
     perplexity is measured are read in segments, and the model's memory is carried from one to the next; otherwise in
@@ -77,6 +77,12 @@ class StrictHFLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
+        if nothing := next((text for text, _, target in requests if not target), None):
+            # Its log-probability would be 0, which beats every other answer.
+            raise UserError(
+                f"the answer {nothing[1]!r} has no tokens of its own after the prompt that ends {nothing[0][-20:]!r}: "
+                "it is empty, or the tokenizer joins it to the prompt; leave the task out"
+            )
         if (most := max((len(target) for _, _, target in requests), default=0)) > self.max_length:
             raise UserError(f"an answer has {most} tokens but the model takes {self.max_length}; leave the task out")
         # The last token of an answer is not read.
@@ -97,6 +103,8 @@ class StrictHFLM(HFLM):
                 "leave the task out"
             )
         prompts = [len(self.tok_encode(request.args[0])) for request in requests]
+        if 0 in prompts:
+            raise UserError("a prompt is empty, and the tokenizer begins texts with no token; leave the task out")
         self._check_length(max(map(add, prompts, answers), default=0))
         return super().generate_until(requests, disable_tqdm=disable_tqdm)
 

@@ -88,7 +88,7 @@ def checkpoint(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
     return folder
 
 
-def llama(**overrides: int) -> LlamaForCausalLM:
+def llama(**overrides: float) -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     limits = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "bos_token_id": 0, "eos_token_id": 0}
@@ -181,6 +181,25 @@ def test_an_answer_longer_than_the_context_is_refused(tokenizer: PreTrainedToken
     length = len(tokenizer.encode("x" * 20))
     with pytest.raises(UserError, match=f"an answer has {length} tokens but the model takes 8; leave the task out"):
         lm.loglikelihood([request], disable_tqdm=True)
+
+
+def test_an_answer_or_a_prompt_without_tokens_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    # lm-eval would give the answer the probability 1, and begin the answer to the empty prompt with padding.
+    lm = StrictHFLM(llama(), joining(tokenizer), truncate=False, carry_memory=False, batch_size=2)
+    requests = [Instance("loglikelihood", {}, ("a b", answer), 0) for answer in (" c", " d")]
+    assert all(score < 0 for score, _ in lm.loglikelihood(requests[1:], disable_tqdm=True))
+    with pytest.raises(UserError, match="the answer ' c' has no tokens of its own after the prompt that ends 'a b'"):
+        lm.loglikelihood(requests, disable_tqdm=True)
+    empty = [Instance("generate_until", {}, (text, {"max_gen_toks": 2}), 0) for text in ("", "a")]
+    with pytest.raises(UserError, match="a prompt is empty, and the tokenizer begins texts with no token"):
+        lm.generate_until(empty, disable_tqdm=True)
+
+
+def joining(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """A tokenizer that has a token for "b c"."""
+    tokens = {token: number for number, token in enumerate([tokenizer.eos_token, *"abcd ", " c", "b c"])}
+    model = models.BPE(tokens, [(" ", "c"), ("b", " c")])
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token=tokenizer.eos_token)
 
 
 def test_nothing_is_generated_from_logits_that_are_nan(tokenizer: PreTrainedTokenizerFast) -> None:
