@@ -71,6 +71,10 @@ class StrictHFLM(HFLM):
         texts = [encode_document(self.tokenizer, request.args[0]) for request in requests]
         return roll_texts(self.model, texts, segment=self.segment, batch_size=int(self.batch_size))
 
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        refuse_endings(self.tokenizer)
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
     def _loglikelihood_tokens(
         self,
         requests: list[tuple[Any, list[int], list[int]]],
@@ -102,6 +106,7 @@ class StrictHFLM(HFLM):
                 f"a task wants answers of up to {most} tokens but the model takes {self.max_length}, prompt included; "
                 "leave the task out"
             )
+        refuse_endings(self.tokenizer)
         prompts = [len(self.tok_encode(request.args[0])) for request in requests]
         if 0 in prompts:
             raise UserError("a prompt is empty, and the tokenizer begins texts with no token; leave the task out")
@@ -123,6 +128,16 @@ class StrictHFLM(HFLM):
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return super()._model_generate(*args, logits_processor=LogitsProcessorList([RefuseNaN()]), **kwargs)
+
+
+def refuse_endings(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises UserError if `tokenizer` ends texts with a token that would stand between a prompt and its answer."""
+    text = tokenizer.encode("a", add_special_tokens=False)
+    if text and (last := tokenizer.encode("a")[-1]) != text[-1]:
+        raise UserError(
+            f"the tokenizer ends every text with {tokenizer.decode([last])!r}, prompts too, so no answer could follow; "
+            "save it without (add_eos_token=False, or another post-processor), or score texts with --dataset"
+        )
 
 
 class RefuseNaN(LogitsProcessor):

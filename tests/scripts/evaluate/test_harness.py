@@ -25,6 +25,7 @@ from lm_eval.utils import (
     make_table,
 )
 from tokenizers import Tokenizer, models
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -200,6 +201,20 @@ def joining(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     tokens = {token: number for number, token in enumerate([tokenizer.eos_token, *"abcd ", " c", "b c"])}
     model = models.BPE(tokens, [(" ", "c"), ("b", " c")])
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token=tokenizer.eos_token)
+
+
+def test_a_tokenizer_that_ends_texts_is_refused_where_an_answer_follows(tokenizer: PreTrainedTokenizerFast) -> None:
+    # lm-eval would score " b" after its prompt's end, and without the tokens that this end displaces.
+    ending = copy.deepcopy(tokenizer)
+    added = [(ending.eos_token, ending.eos_token_id)]
+    ending.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {ending.eos_token}", special_tokens=added)
+    lm = StrictHFLM(llama(), ending, truncate=False, carry_memory=False)
+    for score, given in ((lm.loglikelihood, " b"), (lm.generate_until, {"max_gen_toks": 2})):
+        with pytest.raises(UserError, match=r"the tokenizer ends every text with .*, prompts too"):
+            score([Instance("", {}, ("a", given), 0)], disable_tqdm=True)
+    text = [Instance("loglikelihood_rolling", {}, ("a b",), 0)]
+    same = StrictHFLM(llama(), tokenizer, truncate=False, carry_memory=False).loglikelihood_rolling(text)
+    assert lm.loglikelihood_rolling(text) == same
 
 
 def test_nothing_is_generated_from_logits_that_are_nan(tokenizer: PreTrainedTokenizerFast) -> None:
