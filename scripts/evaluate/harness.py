@@ -93,6 +93,7 @@ class StrictHFLM(HFLM):
         self._check_length(max((len(context) + len(target) for _, context, target in requests), default=1) - 1)
         # Rolling perplexity calls this once for each batch, and so many progress bars would flood the terminal.
         hide = disable_tqdm or override_bs is not None
+        self.logits_cache = share_logits(requests)
         try:
             return super()._loglikelihood_tokens(requests, disable_tqdm=hide, override_bs=override_bs)
         except UserError:
@@ -138,6 +139,16 @@ def refuse_endings(tokenizer: PreTrainedTokenizerBase) -> None:
             f"the tokenizer ends every text with {tokenizer.decode([last])!r}, prompts too, so no answer could follow; "
             "save it without (add_eos_token=False, or another post-processor), or score texts with --dataset"
         )
+
+
+def share_logits(requests: Iterable[tuple[Any, list[int], list[int]]]) -> bool:
+    """Whether lm-eval may score requests together that have the same tokens but the last one.
+
+    It takes the first logits of the longest answer for a shorter one, whose logits are the last of them.
+    """
+    sizes: dict[tuple[int, ...], int] = {}
+    read = ((tuple(context + target[:-1]), len(target)) for _, context, target in requests)
+    return all(sizes.setdefault(tokens, size) == size for tokens, size in read)
 
 
 class RefuseNaN(LogitsProcessor):

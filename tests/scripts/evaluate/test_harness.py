@@ -217,6 +217,18 @@ def test_a_tokenizer_that_ends_texts_is_refused_where_an_answer_follows(tokenize
     assert lm.loglikelihood_rolling(text) == same
 
 
+def test_windows_that_read_the_same_tokens_are_scored_as_each_asks(tokenizer: PreTrainedTokenizerFast) -> None:
+    # The windows of the middle and of the end read the same tokens, and are scored from different ones on.
+    model = llama(initializer_range=1.0)
+    texts = [Instance("loglikelihood_rolling", {}, ("~!" * 15,), 0)]
+
+    def score(batch_size: int) -> list[float]:
+        lm = StrictHFLM(model, tokenizer, truncate=False, carry_memory=False, max_length=12, batch_size=batch_size)
+        return lm.loglikelihood_rolling(texts, disable_tqdm=True)
+
+    assert score(3) == pytest.approx(score(1), rel=1e-6)
+
+
 def test_nothing_is_generated_from_logits_that_are_nan(tokenizer: PreTrainedTokenizerFast) -> None:
     model = llama()
     model.lm_head.weight.data[3] = math.nan
