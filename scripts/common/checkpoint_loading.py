@@ -152,6 +152,7 @@ def _load_model(
             "true, or in XLNet attn_type: uni)"
         )
     check_loaded(f"the checkpoint {path}", info)
+    check_composed(f"the checkpoint {path}", model.config, info)
     return model
 
 
@@ -176,6 +177,21 @@ def check_loaded(place: str, info: Mapping[str, Any], *, exactly: bool = False) 
         raise UserError(
             f"{place} holds {len(unread)} weights that its config.json does not ask for, such as {unread[0]}; use the "
             "configuration that belongs to them"
+        )
+
+
+def check_composed(place: str, config: PreTrainedConfig, info: Mapping[str, Any]) -> None:
+    """Raises UserError if Transformers has dropped the composed heads of a checkpoint, whose configuration lacks them.
+
+    Args:
+        place, info: as those of `check_loaded`.
+        config: that of the loaded model; one of this package says itself which heads are composed.
+    """
+    dropped = [name for name in sorted(info["unexpected_keys"]) if "composition." in name]
+    if dropped and not hasattr(config, "composes"):
+        raise UserError(
+            f"{place} holds {len(dropped)} weights of composed heads, such as {dropped[0]}, which its config.json does "
+            "not tell of (composed_heads); load it by with_composed_heads, with the options it had, and save it again"
         )
 
 

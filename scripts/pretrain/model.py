@@ -20,7 +20,7 @@ from dynattn.modeling.ops.dcmha.triton.kernels.registry import load_kernels
 from dynattn.modeling.other_models.composed_classes import composing_class
 from dynattn.modeling.other_models.interface_attention import check_makes_masks
 
-from ..common.checkpoint_loading import check_loaded
+from ..common.checkpoint_loading import check_composed, check_loaded
 from ..common.errors import UserError, in_one_line, refusal_of
 from .arguments import PretrainArguments
 from .model_config import AUTO_CLASSES, mixing_documents
@@ -185,6 +185,7 @@ def _load_or_initialize(arguments: PretrainArguments, config: PreTrainedConfig, 
             source, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
         check_loaded(f"init_from={source}", info)
+        check_composed(f"init_from={source}", config, info)
         return model
     with torch.device("meta") if on_meta else nullcontext():
         return model_class.from_config(config, **options)

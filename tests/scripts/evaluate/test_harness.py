@@ -35,7 +35,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from dynattn import DCFormerConfig, DCFormerForCausalLM
+from dynattn import DCFormerConfig, DCFormerForCausalLM, compose_heads_of
 from dynattn.scripts.cli import main
 from dynattn.scripts.common.builtin_corpus import builtin_documents
 from dynattn.scripts.common.errors import UserError
@@ -525,6 +525,10 @@ def damage(checkpoint: Path, how: str) -> None:
             (checkpoint / "config.json").write_text('{"model_type": "unheard_of"}')
         case "no config":
             (checkpoint / "config.json").unlink()
+        case "composition without options":
+            composed = llama()
+            compose_heads_of(composed)
+            composed.save_pretrained(checkpoint)
         case "adapter":
             (checkpoint / "config.json").rename(checkpoint / "adapter_config.json")
 
@@ -547,6 +551,7 @@ def damage(checkpoint: Path, how: str) -> None:
         ("unknown type", "`unheard_of`"),
         ("unknown type", "goes with --import"),
         ("no config", "has no config.json; give that of a checkpoint"),
+        ("composition without options", "weights of composed heads, such as model.layers.0.self_attn.composition."),
         ("adapter", "holds an adapter (adapter_config.json); merge it into its model, and save that"),
     ],
 )
