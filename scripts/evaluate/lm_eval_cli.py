@@ -7,7 +7,9 @@ command line is light: it imports torch and Transformers only when it runs a mod
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from lm_eval._cli import HarnessCLI
 from lm_eval.utils import setup_logging
@@ -29,10 +31,33 @@ def main(argv: Sequence[str]) -> int:
     theirs = getattr(arguments, "include_path", None)
     arguments.include_path = [str(TASKS), theirs] if theirs else [str(TASKS)]
     try:
-        cli.execute(arguments)
+        with composed_heads_kept() if "model_args" in arguments else nullcontext():
+            cli.execute(arguments)
     except (ValueError, OSError) as error:
         raise UserError(str(error).strip()) from error
     except ModuleNotFoundError as error:
         advice = "; pip install 'dynattn[vllm]'" if error.name == "vllm" else ""
         raise UserError(f"{error}{advice}") from error
     return 0
+
+
+@contextmanager
+def composed_heads_kept() -> Iterator[None]:
+    """In the block, lm_eval's model `hf` loads models with heads composed in place, which the Auto class would drop."""
+    from lm_eval.models.huggingface import HFLM  # slow to import, and not needed to list tasks
+
+    from dynattn.modeling.other_models.composed_classes import composing_class
+
+    create = HFLM._create_model
+
+    def create_composed(lm: HFLM, *args: Any, **options: Any) -> None:
+        auto_class = lm.AUTO_MODEL_CLASS
+        lm.AUTO_MODEL_CLASS = composing_class(auto_class, lm.config)
+        create(lm, *args, **options)
+        lm.AUTO_MODEL_CLASS = auto_class  # which lm_eval compares with others
+
+    HFLM._create_model = create_composed
+    try:
+        yield
+    finally:
+        HFLM._create_model = create
