@@ -266,6 +266,10 @@ def _run(lm: StrictHFLM, loaded: Mapping[str, Any], limit: int | None, log_sampl
         raise UserError("a perplexity is too large for a number: the model has diverged") from error
     except ZeroDivisionError as error:
         raise UserError("the documents of a task hold no text, so there is no mean; leave the task out") from error
+    except ValueError as error:
+        if not str(error).startswith("Sample larger than population"):
+            raise
+        raise UserError("num_fewshot is more examples than a task has beside its question; lower it") from error
 
 
 def _collect(results: Results, raw: dict[str, Any], chances: Mapping[str, float], num_fewshot: int | None) -> None:

@@ -344,6 +344,14 @@ def test_a_task_without_any_text_is_refused(tokenizer: PreTrainedTokenizerFast, 
         evaluate_model(llama(), tokenizer, TaskCatalog(["empty"], tmp_path))
 
 
+@pytest.mark.parametrize(("task", "most"), [("dcformer_odd_one_out", 23), ("dynattn_owner", 36)])
+def test_more_examples_than_a_task_has_are_refused(task: str, most: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    options: dict[str, Any] = {"limit": 1, "truncate": True}
+    evaluate_model(llama(), tokenizer, [task], num_fewshot=most, **options)
+    with pytest.raises(UserError, match="num_fewshot is more examples than a task has beside its question; lower it"):
+        evaluate_model(llama(), tokenizer, [task], num_fewshot=most + 1, **options)
+
+
 def test_large_errors_are_written_as_large_values_are() -> None:
     large = Results({}, {}, {}, [TaskResult("x", 0, 2, {"perplexity": Metric(2.5e21, 3.7e26, False)})])
     assert "| 2.5e+21 | 3.7e+26 |" in format_table(large)
