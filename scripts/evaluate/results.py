@@ -22,7 +22,7 @@ from ..common.disk_errors import disk_errors_explained
 from ..common.environment import hardware, source_commit, versions
 from ..common.errors import UserError
 from ..common.folder_lock import FolderLock
-from ..common.folder_names import make_folder, resolve_folder
+from ..common.folder_names import make_folder, may_be_on_the_hub, resolve_folder
 from ..common.markdown import aligned_table
 from .arguments import EvaluateArguments
 from .lm_eval_files import FOLDER, write_lm_eval_files
@@ -109,12 +109,22 @@ def read_lm_eval(
             metrics=_metrics(scores, raw["higher_is_better"].get(name, {})),
             version=str(raw["versions"].get(name)),
             chance=chances.get(name),
-            dataset=raw["configs"].get(name, {}).get("dataset_path"),
-            dataset_config=raw["configs"].get(name, {}).get("dataset_name"),
+            **_hub_dataset(raw["configs"].get(name, {})),
         )
         for name, scores in raw["results"].items()
         if "sample_len" in scores
     ]
+
+
+def _hub_dataset(config: Mapping[str, Any]) -> dict[str, str | None]:
+    """The fields `dataset` and `dataset_config` of a task: None where its data comes from files of the user."""
+    path = config.get("dataset_path")
+    given = config.get("dataset_kwargs") or {}
+    # Beside files a name without owner is that of their format, such as "json", which several tasks share.
+    is_format = path is not None and "/" not in path and ("data_files" in given or "data_dir" in given)
+    if path is None or is_format or not may_be_on_the_hub(path):
+        return {"dataset": None, "dataset_config": None}
+    return {"dataset": path, "dataset_config": config.get("dataset_name")}
 
 
 def _metrics(scores: Mapping[str, Any], higher_is_better: Mapping[str, bool]) -> dict[str, Metric]:

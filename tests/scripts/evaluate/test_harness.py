@@ -47,7 +47,7 @@ from dynattn.scripts.evaluate.harness import DIRECT, StrictHFLM, evaluate_model
 from dynattn.scripts.evaluate.heldout import score_documents
 from dynattn.scripts.evaluate.lm_eval_files import write_lm_eval_files
 from dynattn.scripts.evaluate.quoted import quoted_scores
-from dynattn.scripts.evaluate.results import Metric, Results, TaskResult, format_table, write_results
+from dynattn.scripts.evaluate.results import Metric, Results, TaskResult, format_table, read_lm_eval, write_results
 from dynattn.scripts.evaluate.suites import SUITES, TASKS
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 
@@ -350,6 +350,18 @@ def test_more_examples_than_a_task_has_are_refused(task: str, most: int, tokeniz
     evaluate_model(llama(), tokenizer, [task], num_fewshot=most, **options)
     with pytest.raises(UserError, match="num_fewshot is more examples than a task has beside its question; lower it"):
         evaluate_model(llama(), tokenizer, [task], num_fewshot=most + 1, **options)
+
+
+def test_data_from_files_has_no_name_on_the_hub() -> None:
+    def described(**config: object) -> tuple[str | None, str | None]:
+        raw: dict[str, Any] = {"n-shot": {"t": 0}, "higher_is_better": {}, "versions": {}, "configs": {"t": config}}
+        (result,) = read_lm_eval({**raw, "results": {"t": {"sample_len": 1}}}, {})
+        return result.dataset, result.dataset_config
+
+    assert described(dataset_path="super_glue", dataset_name="wsc.fixed") == ("super_glue", "wsc.fixed")
+    assert described(dataset_path="me/set", dataset_kwargs={"data_files": "a.json"}) == ("me/set", None)
+    assert described(dataset_path="json", dataset_kwargs={"data_files": "mine.json"}) == (None, None)
+    assert described(dataset_path="/data/mine") == described() == (None, None)
 
 
 def test_large_errors_are_written_as_large_values_are() -> None:
