@@ -105,9 +105,13 @@ INTERFACE = Adapter(
 
 
 def adapter_of(module: nn.Module) -> Adapter | None:
-    """The adapter for exactly the class of `module`; None for subclasses, whose forward pass may be another."""
+    """The adapter for a module; None for one that is not known, or that composes heads already.
+
+    Those of `ADAPTERS` are for exactly these classes and for no subclasses, whose forward pass may be another.
+    """
     known = ADAPTERS.get(f"{type(module).__module__}.{type(module).__qualname__}")
-    return INTERFACE if known is None and calls_interface(module) else known
+    is_plain = not isinstance(module, SideGenerators)
+    return INTERFACE if known is None and is_plain and calls_interface(module) else known
 
 
 @functools.cache

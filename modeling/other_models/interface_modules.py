@@ -14,15 +14,25 @@ JOINT_PROJECTIONS = ("qkv", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
 
 
 def calls_interface(attention: nn.Module) -> bool:
-    """Whether a module attends by Transformers' attention interface, from projections that are known.
+    """Whether a module attends by Transformers' attention interface, from projections that are known."""
+    attends = _forward_calls_interface(type(attention))
+    return attends and hasattr(attention, "config") and None not in projections_of(attention)
+
+
+def _forward_calls_interface(kind: type[nn.Module]) -> bool:
+    """Whether the `forward` of a class calls the interface, itself or by that of the class that it extends.
 
     Those that get `cu_seqlens` attend to pieces of a row one by one, and are left out.
     """
-    forward = inspect.unwrap(type(attention).forward)
-    code = getattr(forward, "__code__", None)
-    if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names or "cu_seqlens" in code.co_varnames:
-        return False
-    return hasattr(attention, "config") and None not in projections_of(attention)
+    forwards = (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base))
+    for code in (getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards):
+        if code is None or "cu_seqlens" in code.co_varnames:
+            return False
+        if "ALL_ATTENTION_FUNCTIONS" in code.co_names:
+            return True
+        if not {"super", "forward"} <= {*code.co_names}:
+            return False
+    return False
 
 
 def projections_of(attention: nn.Module) -> tuple[Any, Any]:

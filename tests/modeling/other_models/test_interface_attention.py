@@ -75,6 +75,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM, compose_heads_of, with_composed_heads
 from dynattn.modeling.other_models import composed_classes, interface_attention
@@ -257,6 +258,26 @@ def test_other_models_start_as_they_were_and_a_cache_changes_nothing(name: str) 
     assert torch.equal(
         *(model.generate(**{**given, **GREEDY, **beams, "use_cache": cached}) for cached in (True, False))
     )
+
+
+class HalvedAttention(LlamaAttention):
+    """Attention that calls the interface by the class that it extends."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        output, maps = super().forward(*args, **kwargs)
+        return output / 2, maps
+
+
+def test_an_attention_that_extends_one_of_transformers_is_composed() -> None:
+    model = llama()
+    model.model.layers[1].self_attn.__class__ = HalvedAttention
+    before = attend(model).logits
+    assert compose_heads_of(model) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    torch.testing.assert_close(attend(model).logits, before)
+    strengthen(model.model.layers[1])
+    assert not torch.allclose(attend(model).logits, before, atol=1e-2)
+    with pytest.raises(ValueError, match="has composed heads already"):
+        compose_heads_of(model)
 
 
 def test_a_learned_position_bias_gets_its_gradient() -> None:
