@@ -165,7 +165,8 @@ class ComposedInterfaceAttention(SideGenerators):
             raise self._refusal("attends in pieces, or more than once", even_without_keys=True)
         factors = self._factors(call)
         if factors.heads not in (None, heads):
-            raise self._refusal(f"attends with {heads} heads instead of {factors.heads}", even_without_keys=True)
+            what = f"attends with {heads} heads instead of {factors.heads}, which its attribute num_heads can tell"
+            raise self._refusal(what, even_without_keys=True)
         call.query_input = call.key_input = None
         key_terms = factors.pre_key if factors.post_key is None else factors.post_key
         if self.composes_keys and (key_terms is None or key_terms.shape[1] != keys):

@@ -63,7 +63,8 @@ def interface_sizes(attention: Any) -> tuple[int, int, int]:
             return query, key, count
     output = getattr(attention, "o_proj", None)
     if output is not None and hasattr(attention, "head_dim"):
-        return query, key, output.in_features // attention.head_dim
+        # Values may be of another width than queries and keys, as in MiMo-V2-Flash.
+        return query, key, output.in_features // getattr(attention, "v_head_dim", attention.head_dim)
     return query, key, attention.config.num_attention_heads
 
 

@@ -260,6 +260,18 @@ def test_other_models_start_as_they_were_and_a_cache_changes_nothing(name: str) 
     )
 
 
+def test_values_may_be_of_another_width_than_queries() -> None:
+    if "mimo_v2_flash" not in transformers.CONFIG_MAPPING:
+        pytest.skip("this version of Transformers has no MiMo-V2-Flash")
+    sizes = {**GEMMA, "head_dim": 12, "v_head_dim": 8, "moe_intermediate_size": 16}
+    config = transformers.AutoConfig.for_model("mimo_v2_flash", **sizes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    before = model(IDS).logits
+    compose_heads_of(model)
+    assert model.get_submodule("model.layers.0.self_attn.composition").num_heads == 4
+    torch.testing.assert_close(model(IDS).logits, before)
+
+
 class HalvedAttention(LlamaAttention):
     """Attention that calls the interface by the class that it extends."""
 
