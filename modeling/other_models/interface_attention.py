@@ -21,7 +21,7 @@ from ..caches.composed_cache import upgrade_layer
 from ..layers.attention_interface import FOREIGN_TERMS, attention_function_of, registered_implementations
 from ..layers.head_composition import PackedFactors
 from ..ops.custom_operators import NAMESPACE
-from ..ops.dcmha.attention import choose_implementation
+from ..ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, choose_implementation
 from ..ops.dcmha.composition import Composition
 from ..ops.dcmha.key_source import KeySource
 from ..ops.distance_tables import NO_TABLES
@@ -200,9 +200,9 @@ class ComposedInterfaceAttention(SideGenerators):
 
     @property
     def implementation(self) -> str | None:
-        """The chosen one or, with the model's `eager`, the reference, which makes maps; None takes the default."""
-        named = self.choices.implementation
-        return "eager" if named is None and self.model_config._attn_implementation == "eager" else named
+        """The chosen one, else the model's own if that can compose heads; None takes the default."""
+        named, own = self.choices.implementation, self.model_config._attn_implementation
+        return own if named is None and own in COMPOSING_IMPLEMENTATIONS else named
 
     @property
     def has_complete_masks(self) -> bool:

@@ -15,7 +15,7 @@ from dynattn.modeling.common.activation_checkpointing import checkpoint_activati
 from dynattn.modeling.common.decoder_heads import CausalLMHead
 from dynattn.modeling.layers.differential_heads import DifferentialHeads
 from dynattn.modeling.layers.head_composition import DynamicComposition
-from dynattn.modeling.ops.dcmha.attention import default_implementation
+from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, default_implementation
 from dynattn.modeling.ops.dcmha.triton.kernels.registry import load_kernels
 from dynattn.modeling.other_models.composed_classes import composing_class
 from dynattn.modeling.other_models.interface_attention import check_makes_masks
@@ -133,7 +133,9 @@ def choose_attention(model: PreTrainedModel, arguments: PretrainArguments, devic
         A line for the terminal that names the implementation and the reason.
     """
     if getattr(model.config, "composed_heads", None) is not None:
-        return f"attention: heads composed in place, with the masks of {model.config._attn_implementation}"
+        own = model.config._attn_implementation
+        part = "by" if own in COMPOSING_IMPLEMENTATIONS else "with the masks of"
+        return f"attention: heads composed in place {part} {own}"
     if arguments.attn_implementation is not None:
         return f"attention: {arguments.attn_implementation}, as asked for"
     if not getattr(model.config, "composes", False):

@@ -60,6 +60,15 @@ def test_attention_of_other_libraries_takes_it(make: Callable[[], tuple[nn.Modul
     assert len(calls) == len(names)
 
 
+def test_a_model_with_composed_heads_that_is_set_to_it_composes_by_it(calls: list[str]) -> None:
+    model, ask = detr()
+    names = dynattn.compose_heads_of(model)
+    expected = ask(model)
+    model.set_attn_implementation("mine")
+    torch.testing.assert_close(ask(model), expected, atol=1e-4, rtol=1e-4)
+    assert len(calls) == len(names)
+
+
 @pytest.mark.parametrize("name", ["eager", "chunked", "triton", "sdpa"])
 def test_names_of_the_package_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name!r} is an implementation of dynattn"):

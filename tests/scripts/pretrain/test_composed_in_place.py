@@ -99,8 +99,9 @@ def test_an_implementation_without_masks_is_refused_before_the_run(corpus: Path,
 def test_the_terminal_tells_what_an_implementation_is_for(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(tmp_path / "run", corpus, model_config=COMPOSED, attn_implementation="eager", max_steps=4)
-    assert "attention: heads composed in place, with the masks of eager\n" in capsys.readouterr().out
+    for name, part in (("eager", "by eager"), ("sdpa", "with the masks of sdpa")):
+        run(tmp_path / name, corpus, model_config=COMPOSED, attn_implementation=name, max_steps=4)
+        assert f"attention: heads composed in place {part}\n" in capsys.readouterr().out
 
 
 def test_families_of_this_package_have_fields_instead(corpus: Path, tmp_path: Path) -> None:
