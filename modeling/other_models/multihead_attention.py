@@ -33,6 +33,7 @@ class ComposedMultiheadAttention(SideGenerators, nn.MultiheadAttention):
     * A query that sees no key gives zeros (before the output projection), where PyTorch gives NaN.
     * Dropout of probabilities, `add_bias_kv`, `add_zero_attn` and nested tensors are refused. PyTorch's fused inference
       path of encoder layers, which would leave the composition out, is switched off.
+    * `torch.jit.script` does not take it; `torch.jit.trace`, `torch.compile` and `torch.export` do.
 
     With composition off and none of those keywords, `forward` is that of PyTorch's module.
 
