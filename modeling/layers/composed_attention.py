@@ -46,9 +46,8 @@ class ComposedAttention(nn.Module):
         self.head_dim: int = config.head_dim
         self.scaling = self.head_dim**-0.5 if config.attention_scaling is None else config.attention_scaling
         self.attention_dropout = config.attention_dropout
-        # Transformers' attention functions read these two as well.
-        self.is_causal = is_causal and not is_cross_attention
-        self.sliding_window = None if is_cross_attention else visible_window(config, layer_idx, is_causal)
+        self.slides = not is_cross_attention and is_sliding(config, layer_idx)
+        self.is_causal = is_causal and not is_cross_attention  # Transformers' attention functions read it as well
         hidden, bias = config.hidden_size, config.attention_bias
         query_size, key_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.num_key_value_groups = query_size // key_size
@@ -153,6 +152,17 @@ class ComposedAttention(nn.Module):
             )
         return output, weights
 
+    @property
+    def sliding_window(self) -> int | None:
+        """The window as the ops count it, the token itself included; None where the layer sees everything.
+
+        It is read anew, because masks and caches follow a changed configuration. Transformers' attention functions
+        read it as well; for bidirectional models it counts `sliding_window` tokens on either side, without itself.
+        """
+        if not self.slides:
+            return None
+        return self.config.sliding_window if self.is_causal else self.config.sliding_window + 1
+
     def project(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,14 +254,9 @@ class ComposedAttention(nn.Module):
         return key, value, factors.with_keys(key_factors, self.config.compose_stages)
 
 
-def visible_window(config: PreTrainedConfig, layer_idx: int, is_causal: bool) -> int | None:
-    """The window of a layer as the ops count it, the token itself included; None where it sees everything.
-
-    For bidirectional models Transformers counts differently: `sliding_window` tokens on either side, without itself.
-    """
-    if getattr(config, "layer_types", None) is None or config.layer_types[layer_idx] != "sliding_attention":
-        return None
-    return config.sliding_window if is_causal else config.sliding_window + 1
+def is_sliding(config: PreTrainedConfig, layer_idx: int) -> bool:
+    """Whether a layer sees a window only."""
+    return getattr(config, "layer_types", None) is not None and config.layer_types[layer_idx] == "sliding_attention"
 
 
 def make_content_rotary(config: PreTrainedConfig, layer_idx: int) -> ContentRotary | None:

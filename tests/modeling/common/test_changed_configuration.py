@@ -1,0 +1,26 @@
+"""What a finished model makes of fields of its configuration that are changed."""
+
+from typing import Any
+
+import pytest
+import torch
+from cases.models import decode, make_model
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+
+@torch.no_grad()
+def read(model: Any, ids: Tensor) -> list[Tensor]:
+    """Logits of a whole text, and of its tokens one by one with caches that follow the configuration."""
+    caches = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)
+    return [model(ids, use_cache=False).logits, model(ids).logits, *(decode(model, ids, cache) for cache in caches)]
+
+
+@pytest.mark.parametrize("window", [5, 14])
+def test_windows_are_those_of_a_changed_configuration(window: int) -> None:
+    """Masks and caches are made by the configuration, so layers must not keep windows of their own."""
+    model, ids = make_model(), torch.arange(25)[None]
+    expected = read(make_model(sliding_window=window), ids)[0]
+    model.config.sliding_window = window
+    for logits in read(model, ids):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
