@@ -223,7 +223,7 @@ class ComposedAttention(nn.Module):
             key, value = read_layer(cache, self.layer_idx, source.device)
             if self.key_composition is not None:
                 layer: Any = cache.layers[self.layer_idx]
-                factors = factors.with_keys(layer.factors.keys.to(source.device), self.config.compose_stages)
+                factors = self._with_keys(factors, layer.factors.keys.to(source.device))
         else:
             key, value, factors = self._update_cache(*self._project_source(source, factors), cache)
             past_key_values.is_updated[self.layer_idx] = True
@@ -251,7 +251,15 @@ class ComposedAttention(nn.Module):
         if (key_factors := factors.keys) is None:
             return *update_layer(cache, key, value, self.layer_idx), factors
         key, (value, key_factors) = update_layer(cache, key, value, self.layer_idx, key_factors)
-        return key, value, factors.with_keys(key_factors, self.config.compose_stages)
+        return key, value, self._with_keys(factors, key_factors)
+
+    def _with_keys(self, factors: PackedFactors, keys: Tensor) -> PackedFactors:
+        """`factors` with those of the key side from a cache, `[B, P * terms, S, H]`.
+
+        Their stages are those that the generator packs, whatever has become of the configuration since it was made.
+        """
+        assert self.composition is not None
+        return factors.with_keys(keys, self.composition.stages)
 
 
 def is_sliding(config: PreTrainedConfig, layer_idx: int) -> bool:

@@ -1,5 +1,6 @@
 """What a finished model makes of fields of its configuration that are changed."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -22,5 +23,15 @@ def test_windows_are_those_of_a_changed_configuration(window: int) -> None:
     model, ids = make_model(), torch.arange(25)[None]
     expected = read(make_model(sliding_window=window), ids)[0]
     model.config.sliding_window = window
+    for logits in read(model, ids):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("stage", ["pre", "post"])
+def test_stages_stay_those_that_the_weights_were_made_for(stage: str) -> None:
+    """Factors that come through a cache were once divided among the stages of the changed configuration."""
+    model, ids = make_model(), torch.arange(25)[None]
+    expected = read(copy.deepcopy(model), ids)[0]
+    setattr(model.config, f"compose_{stage}", False)
     for logits in read(model, ids):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
