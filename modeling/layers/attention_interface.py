@@ -116,7 +116,8 @@ def attention_function(attend: Attention) -> Attention:
         others: Any = {"pre": pre, "post": post, "scaling": scaling, "first_keys": first_keys, "tables": tables}
         # The window that is checked is the caller's: the op gets none where its mask includes the window.
         check_composed_call(query, key, value, **others, attention_mask=mask, sliding_window=sliding_window)
-        return attend(query, key, value, **others, **masking)
+        output, maps = attend(query, key, value, **others, **masking)
+        return output.contiguous(), maps  # as those of Transformers: some models, such as AFMoE, take a view of it
 
     return forward
 

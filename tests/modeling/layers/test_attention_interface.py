@@ -63,6 +63,15 @@ def test_terms_that_would_be_ignored_are_refused(term: dict[str, Any]) -> None:
         attend(nn.Module(), query, key, value, None, scaling=1.0, **term)
 
 
+@pytest.mark.parametrize("implementation", ["eager", "chunked"])
+def test_outputs_can_be_viewed_in_another_shape(implementation: str) -> None:
+    """Some models of Transformers, such as AFMoE, merge the heads by `view`, which needs contiguous memory."""
+    query, key, value = torch.randn(3, 2, 2, 4, 8).unbind()
+    attend = attention_function_of(implementation)
+    output, _ = attend(nn.Module(), query, key, value, None, scaling=1.0, is_causal=True)
+    assert output.view(2, 4, 16).shape == (2, 4, 16)
+
+
 def test_a_module_that_does_not_say_whether_it_is_causal_is_refused() -> None:
     """A Splinter is not, and knows only `eager`."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
