@@ -50,7 +50,10 @@ class LayerObservation:
 
 
 def count_layers(model: PreTrainedModel) -> int:
-    """How many layers `attention_through` observes; 0 if the model composes no heads."""
+    """The most layers that `attention_through` can observe; 0 if the model composes no heads.
+
+    Of heads composed in place some may never attend, such as those of cross-attention in a decoder without encoder.
+    """
     in_place = sum(isinstance(module, ComposedInterfaceAttention) for module in model.modules())
     return model.config.num_hidden_layers if getattr(model.config, "composes", False) else in_place
 
@@ -64,17 +67,18 @@ def attention_through(
 ) -> Iterator[None]:
     """In the block, the layers of `model` attend by the reference implementation.
 
-    Layers whose heads were composed in place are numbered without the others.
+    Layers whose heads were composed in place are numbered in the order in which they attend, without the others.
 
     Args:
         change: returns the compositions that a layer computes with, in place of its own.
         keep: called with the number of each layer and what it computed.
     """
     in_place = [module for module in model.modules() if isinstance(module, ComposedInterfaceAttention)]
+    numbers: dict[Any, int] = {}
 
     def attend(module: Any, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """The attention function, with the interface of Transformers (see `attention_function`)."""
-        layer = in_place.index(module) if in_place else module.layer_idx
+        layer = numbers.setdefault(module, len(numbers)) if in_place else module.layer_idx
         given = {stage: options.pop(stage, None) or Composition() for stage in STAGES}
         # A stage can be without terms; then it mixes nothing and is not one of the layer's.
         stages = change(layer, {stage: one for stage, one in given.items() if one.tensors()})

@@ -35,12 +35,14 @@ def inspect(arguments: InspectArguments) -> Path:
     check_free = partial(check_output, output, arguments.overwrite)
     check_free()
     model, tokenizer = load_checkpoint(arguments.model, tokenizer=arguments.tokenizer, dtype="float32", device="cpu")
-    check_model(model, arguments)
+    check_composes(model, arguments.model)
     check_vocabulary(model, tokenizer)
     model.config.output_attentions = False  # maps are taken from the layers, whose implementation returns none
     tokens, source = read_tokens(tokenizer, model, arguments)
+    check_layer(arguments.layer, count_layers(model))
     record, layers = look(model, tokens, arguments.model, source)
-    shown = count_layers(model) // 2 if arguments.layer is None else arguments.layer
+    check_layer(arguments.layer, len(layers))
+    shown = len(layers) // 2 if arguments.layer is None else arguments.layer
     with staged_folder(output, check_free) as staging:
         write_report(record, layers[shown], shown, staging)
         write_json(staging / RESULT, record)
@@ -84,16 +86,19 @@ def check_output(output: Path, overwrite: bool) -> None:
         check_nothing_else(output, (RESULT, PAGE, *PICTURES))
 
 
-def check_model(model: PreTrainedModel, arguments: InspectArguments) -> None:
-    """Raises UserError for a model without composed heads, and for a layer that it does not have."""
-    layers = count_layers(model)
-    if not layers:
+def check_composes(model: PreTrainedModel, name: str) -> None:
+    """Raises UserError for a model without composed heads."""
+    if not count_layers(model):
         raise UserError(
-            f"{arguments.model} ({model.config.model_type}) composes no heads; inspect shows composition, so give a "
+            f"{name} ({model.config.model_type}) composes no heads; inspect shows composition, so give a "
             "DCFormer or DCPythia with composition"
         )
-    if arguments.layer is not None and not 0 <= arguments.layer < layers:
-        raise UserError(f"layer={arguments.layer} must be from 0 to {layers - 1}")
+
+
+def check_layer(layer: int | None, layers: int) -> None:
+    """Raises UserError for a layer that a model with so many `layers` does not have."""
+    if layer is not None and not 0 <= layer < layers:
+        raise UserError(f"layer={layer} must be from 0 to {layers - 1}")
 
 
 def read_tokens(

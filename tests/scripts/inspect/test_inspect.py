@@ -11,7 +11,7 @@ from cases.checkpoints import save_tokenizer
 from cases.html_page import Page
 from cases.models import make_model
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BartConfig, BartForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dynattn import with_composed_heads
 from dynattn.modeling.ops.distance_tables import NO_TABLES
@@ -82,6 +82,18 @@ def test_every_term_of_every_stage_is_left_out_once() -> None:
         (stage, term) for stage in ("pre", "post") for term in terms
     ]
     assert all(row["difference"] == pytest.approx(row["loss"] - loss) for row in rows)
+
+
+def test_layers_that_never_attend_are_not_counted(tmp_path: Path) -> None:
+    """The cross-attention of a BART that decodes without an encoder."""
+    sizes = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 16, "vocab_size": 300}
+    config = BartConfig(**sizes, encoder_layers=1, encoder_attention_heads=2, max_position_embeddings=32)
+    with_composed_heads(BartForCausalLM)(config).save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    command = ["inspect", str(tmp_path / "model"), "--output", str(tmp_path / "seen"), "--max_tokens", "8"]
+    assert main(command) == 0
+    assert len(json.loads((tmp_path / "seen" / "measures.json").read_text())["layers"]) == 2
+    assert main([*command, "--overwrite", "--layer", "2"]) == 2
 
 
 def test_a_stage_without_terms_is_no_stage_of_the_layer() -> None:
