@@ -17,6 +17,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from dynattn.modeling.positions.absolute import context_length
+
 from ..common.builtin_corpus import builtin_documents
 from ..common.checkpoint_loading import check_pair, refuse_nan
 from ..common.errors import UserError
@@ -207,7 +209,8 @@ def evaluate_model(
     with _evaluation_mode(model), _quiet("lm_eval", "transformers"):
         set_seed(seed)
         options = {"truncate": truncate, "carry_memory": carry_memory}
-        lm = StrictHFLM(model, tokenizer, batch_size=batch_size, max_length=max_length, **options)
+        length = max_length or context_length(model.config)
+        lm = StrictHFLM(model, tokenizer, batch_size=batch_size, max_length=length, **options)
         for number in shots:
             _score_tasks(lm, catalog, number, results, limit=limit, seed=seed, log_samples=log_samples)
         if any(result.task == HELDOUT for result in results.tasks):

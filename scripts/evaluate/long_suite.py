@@ -9,7 +9,7 @@ from zlib import crc32
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from dynattn.modeling.positions.absolute import longest_readable
+from dynattn.modeling.positions.absolute import context_length, longest_readable
 
 from ..common.arguments import parse_mapping
 from ..common.builtin_corpus import builtin_documents
@@ -54,7 +54,7 @@ def measure_checkpoint(name: str, arguments: EvaluateArguments) -> dict[str, Any
     """All measurements of one checkpoint, up to 8 times the trained length or what the model can read."""
     rope = parse_mapping("rope_parameters", arguments.rope_parameters)
     model, tokenizer = load_named(name, arguments, None if rope is None else partial(change_rope, rope))
-    trained = arguments.max_length or getattr(model.config, "max_position_embeddings", None)
+    trained = arguments.max_length or context_length(model.config)
     if trained is None:
         raise UserError(f"{name} does not say how long the texts were that it was trained on; give --max_length")
     longest = longest_readable(model.config) or trained * MULTIPLES[-1]

@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dynattn.modeling.positions.absolute import context_length
+
 from ..common.checkpoint_loading import NAN_LOGITS
 from ..common.errors import UserError
 from ..common.markdown import joined_table, table
@@ -69,7 +71,7 @@ def evaluate_text(arguments: EvaluateArguments) -> None:
 def _evaluate_checkpoint(name: str, arguments: EvaluateArguments, documents: Sequence[str]) -> dict[str, Any]:
     model, tokenizer = load_named(name, arguments)
     check_context(model, arguments.max_length)
-    length = arguments.max_length or getattr(model.config, "max_position_embeddings", None) or WINDOW
+    length = arguments.max_length or context_length(model.config) or WINDOW
     if arguments.carry_memory:
         check_memory(model.config)
         length = min(length, longest_segment(model.config))

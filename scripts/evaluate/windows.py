@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from dynattn.modeling.caches.names import named_cache
+from dynattn.modeling.positions.absolute import context_length
 
 from ..common.errors import UserError
 from ..common.special_tokens import start_token_id
@@ -17,10 +18,12 @@ ROWS = 256
 
 
 def check_context(model: PreTrainedModel, asked: int | None) -> None:
-    """Raises UserError if `asked` tokens of context are more than the model has positions."""
-    limit = getattr(model.config, "max_position_embeddings", None)
+    """Raises UserError if `asked` tokens of context are more than the model has positions for."""
+    limit = context_length(model.config)
     if asked is not None and limit is not None and asked > limit:
-        raise UserError(f"max_length {asked} exceeds the model's max_position_embeddings, {limit}; lower --max_length")
+        raise UserError(
+            f"max_length {asked} exceeds the model's context of {limit} tokens (max_position_embeddings); lower it"
+        )
 
 
 def encode_document(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dynattn.modeling.positions.absolute import context_length
+
 from ..common.atomic_file import write_json
 from ..common.atomic_folder import check_nothing_else, recover, staged_folder
 from ..common.builtin_corpus import builtin_corpus_name, builtin_documents
@@ -59,6 +61,8 @@ def look(
     """
     started, origin = time.perf_counter(), provenance()  # now, because the checkout may change before the end
     layers, loss = observe(model, tokens)
+    if not layers:
+        raise UserError(f"{name} ({model.config.model_type}) composes heads only in layers that read no text")
     refuse_nan(torch.tensor(loss))
     record = {
         "model": name,
@@ -114,7 +118,7 @@ def read_tokens(
         text, source = _read(Path(arguments.file)), arguments.file
     elif text is None:
         text, source = builtin_documents("validation")[0], f"{builtin_corpus_name()}, validation"
-    limit = min(arguments.max_tokens, model.config.max_position_embeddings)
+    limit = min(arguments.max_tokens, context_length(model.config) or arguments.max_tokens)
     tokens = tokenizer(text, return_tensors="pt", truncation=True, max_length=limit)["input_ids"]
     if tokens.shape[1] < 2:
         raise UserError(f"the text has {tokens.shape[1]} tokens; give at least 2")

@@ -142,7 +142,9 @@ def copy_tokenizer(source: Path, destination: Path, config: "PreTrainedConfig") 
 
 def probe_length(model: "PreTrainedModel") -> int:
     """How many tokens the logits are compared on: no more than the model may have positions."""
-    return min(PROBE_TOKENS, getattr(model.config, "max_position_embeddings", PROBE_TOKENS))
+    from dynattn.modeling.positions.absolute import context_length
+
+    return min(PROBE_TOKENS, context_length(model.config) or PROBE_TOKENS)
 
 
 def compare(model: "PreTrainedModel", folder: Path) -> None:

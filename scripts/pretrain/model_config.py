@@ -19,6 +19,7 @@ from transformers import (
 
 from dynattn.configuration.composition_config import CompositionConfig
 from dynattn.families import family_of
+from dynattn.modeling.positions.absolute import context_length
 
 from ..common.arguments import suggest
 from ..common.checkpoint_files import check_has_config
@@ -179,12 +180,12 @@ def _check_fit(config: PreTrainedConfig, arguments: PretrainArguments) -> None:
     """Raises UserError for sequences and objectives that are not for this model."""
     if arguments.objective == "causal_lm":
         _check_predicts_next(config)
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = context_length(config)
     if limit is not None and arguments.sequence_length > limit:
         others = "" if arguments.init_from else ", or raise the limit in model_config"
         raise UserError(
-            f"sequence_length={arguments.sequence_length} is above the model's max_position_embeddings={limit}; "
-            f"lower it{others}"
+            f"sequence_length={arguments.sequence_length} is above the model's context of {limit} tokens "
+            f"(max_position_embeddings); lower it{others}"
         )
     if arguments.packing == "anchor":
         check_reads_positions(config, "packing=anchor")

@@ -8,6 +8,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from dynattn.modeling.positions.absolute import context_length
+
 from ...common.errors import UserError, first_line
 from ...common.special_tokens import start_token_id
 
@@ -73,7 +75,7 @@ def save_tokenizer(
     tokenizer: PreTrainedTokenizerBase, folder: Path, config: PreTrainedConfig, sequence_length: int
 ) -> None:
     """Writes the tokenizer of a model, which truncates texts at the last position, or else at the trained length."""
-    tokenizer.model_max_length = getattr(config, "max_position_embeddings", None) or sequence_length
+    tokenizer.model_max_length = context_length(config) or sequence_length
     tokenizer.save_pretrained(folder)
 
 

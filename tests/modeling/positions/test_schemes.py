@@ -18,13 +18,17 @@ from transformers import (
     BloomConfig,
     BloomForCausalLM,
     DynamicCache,
+    Gemma3Config,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MptConfig,
     MptForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
+    RobertaConfig,
+    RobertaForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
     StaticCache,
@@ -41,7 +45,7 @@ from dynattn import (
     dcmha_attention,
 )
 from dynattn.modeling.common.input_checks import check_learned_positions, check_position_range
-from dynattn.modeling.positions.absolute import SinusoidalEmbedding, longest_readable
+from dynattn.modeling.positions.absolute import SinusoidalEmbedding, context_length, longest_readable
 from dynattn.modeling.positions.alibi import alibi_bias, alibi_slopes
 from dynattn.modeling.positions.carope import ContentRotary, last_phases, pack_phases
 from dynattn.modeling.positions.learned_tables import DistanceTable, t5_buckets
@@ -703,6 +707,29 @@ def test_tables_limit_what_a_model_can_read() -> None:
     assert longest_readable(DCFormerConfig(position_scheme="learned", max_position_embeddings=48)) == 48
     assert longest_readable(DCFormerConfig(max_position_embeddings=48)) is None
     assert longest_readable(GPT2Config(n_positions=32)) == 32
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        (RobertaConfig(max_position_embeddings=34, pad_token_id=1), 32),  # 514 and 512 in the published models
+        (Gemma3Config(text_config={"max_position_embeddings": 32}), 32),
+        (BloomConfig(), None),
+    ],
+    ids=["positions behind the padding token", "a decoder that sees pictures", "ALiBi"],
+)
+def test_the_context_is_that_of_the_decoder(config: PreTrainedConfig, length: int | None) -> None:
+    assert context_length(config) == length
+
+
+@torch.no_grad()
+def test_types_whose_positions_begin_behind_the_padding_token_read_just_their_context() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = RobertaConfig(**sizes, vocab_size=20, max_position_embeddings=12, pad_token_id=1, is_decoder=True)
+    model, longest = RobertaForCausalLM(config), longest_readable(config)
+    model(torch.full((1, longest), 5))
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        model(torch.full((1, longest + 1), 5))
 
 
 def test_positions_are_not_read_while_tracing() -> None:

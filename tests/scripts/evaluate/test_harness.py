@@ -589,7 +589,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(
         (["--tasks", "dynattn_ownr"], "there is no task 'dynattn_ownr'; did you mean dynattn_owner"),
         (["--tasks", TASK, "dynattn_synthetic"], f"task '{TASK}' is asked for twice"),
         (["--tasks", ","], "no task is named"),
-        (["--tasks", TASK, "--max_length", "999"], f"exceeds the model's max_position_embeddings, {CONTEXT}"),
+        (["--tasks", TASK, "--max_length", "999"], f"exceeds the model's context of {CONTEXT} tokens"),
         (
             ["--tasks", "dynattn_two_step", "--num_fewshot", "9", "--limit", "3"],
             f"but the model takes {CONTEXT}; lower",

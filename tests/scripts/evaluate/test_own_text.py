@@ -245,7 +245,7 @@ def test_an_overwritten_evaluation_of_another_kind_leaves_nothing(checkpoints: l
     ("index", "words", "message"),
     [
         (1, ["--carry_memory"], "carry_memory is for models whose cache is a memory, like rcmha, and dcformer is none"),
-        (0, ["--max_length", "17"], "max_length 17 exceeds the model's max_position_embeddings, 16"),
+        (0, ["--max_length", "17"], "max_length 17 exceeds the model's context of 16 tokens (max_position_emb"),
     ],
 )
 def test_what_a_model_cannot_read_is_refused(

@@ -11,7 +11,15 @@ from cases.checkpoints import save_tokenizer
 from cases.html_page import Page
 from cases.models import make_model
 from torch.nn.functional import cross_entropy
-from transformers import BartConfig, BartForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoTokenizer,
+    BartConfig,
+    BartForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from dynattn import with_composed_heads
 from dynattn.modeling.ops.distance_tables import NO_TABLES
@@ -20,6 +28,7 @@ from dynattn.scripts.common import environment
 from dynattn.scripts.common.atomic_folder import MACHINE
 from dynattn.scripts.common.composition_observation import visible_pairs
 from dynattn.scripts.inspect import job
+from dynattn.scripts.inspect.arguments import InspectArguments
 from dynattn.scripts.inspect.measures import ablate, head_flow, leave_out, loss_of, measure_layer, observe
 
 IDS = torch.randint(0, 97, (1, 20), generator=torch.Generator().manual_seed(7))
@@ -82,6 +91,18 @@ def test_every_term_of_every_stage_is_left_out_once() -> None:
         (stage, term) for stage in ("pre", "post") for term in terms
     ]
     assert all(row["difference"] == pytest.approx(row["loss"] - loss) for row in rows)
+
+
+def test_a_decoder_that_sees_pictures(tmp_path: Path) -> None:
+    """Whose configuration keeps the number of positions in the part of the decoder."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**sizes, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 300, "max_position_embeddings": 8}
+    config = Gemma3Config(text_config=text, vision_config={**sizes, "image_size": 28, "patch_size": 14})
+    model = with_composed_heads(Gemma3ForConditionalGeneration)(config)
+    save_tokenizer(tmp_path)
+    arguments = InspectArguments("model", "seen", text="many words " * 9)
+    tokens, _ = job.read_tokens(AutoTokenizer.from_pretrained(tmp_path), model, arguments)
+    assert tokens.shape == (1, 8)
 
 
 def test_layers_that_never_attend_are_not_counted(tmp_path: Path) -> None:

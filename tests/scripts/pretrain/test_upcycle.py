@@ -265,7 +265,7 @@ def test_freezing_knows_processes(frozen_first: Result, upcycled: Path, corpus: 
         ({"composition_learning_rate": 0.0}, "composition_learning_rate=0.0 must be positive"),
         ({"freeze_parent_steps": 7}, "freeze_parent_steps=7 must be below the 7 updates of the run"),
         ({"freeze_parent_steps": 70, "max_steps": None, "epochs": 1}, "freeze_parent_steps=70 must be below the"),
-        ({"sequence_length": 4096}, r"is above the model's max_position_embeddings=2048; lower it$"),
+        ({"sequence_length": 4096}, r"above the model's context of 2048 tokens \(max_position_embeddings\); lower it$"),
     ],
 )
 def test_impossible_values_are_told_before_anything_is_written(
