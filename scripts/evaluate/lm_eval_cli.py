@@ -7,6 +7,7 @@ command line is light: it imports torch and Transformers only when it runs a mod
 """
 
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -28,9 +29,8 @@ def main(argv: Sequence[str]) -> int:
     setup_logging()
     cli = HarnessCLI()
     arguments = cli.parse_args()
-    theirs = getattr(arguments, "include_path", None)
-    arguments.include_path = [str(TASKS), theirs] if theirs else [str(TASKS)]
     try:
+        arguments.include_path = task_folders(arguments)
         with composed_heads_kept() if "model_args" in arguments else nullcontext():
             cli.execute(arguments)
     except (ValueError, OSError) as error:
@@ -39,6 +39,19 @@ def main(argv: Sequence[str]) -> int:
         advice = "; pip install 'dynattn[vllm]'" if error.name == "vllm" else ""
         raise UserError(f"{error}{advice}") from error
     return 0
+
+
+def task_folders(arguments: Namespace) -> list[str]:
+    """The folders with task files besides lm_eval's own: this package's, and those that the user names.
+
+    lm_eval prefers `--include_path` to the field of the file `--config`, which it would not read beside ours.
+    """
+    theirs = getattr(arguments, "include_path", None)
+    if theirs is None and (file := getattr(arguments, "config", None)) is not None:
+        from lm_eval.config.evaluate_config import EvaluatorConfig  # slow to import
+
+        theirs = EvaluatorConfig.load_yaml_config(file).get("include_path")
+    return [str(TASKS), *([theirs] if isinstance(theirs, str) else theirs or [])]
 
 
 @contextmanager

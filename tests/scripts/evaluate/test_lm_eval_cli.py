@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dynattn import with_composed_heads
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.evaluate.lm_eval_cli import main
+from dynattn.scripts.evaluate.suites import TASKS
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 
 
@@ -29,6 +30,20 @@ def test_a_package_that_a_model_needs_is_named_in_one_line(
     monkeypatch.setattr(HarnessCLI, "execute", execute)
     with pytest.raises(UserError, match=message):
         main(["run", "--model", name, "--tasks", "builtin_heldout"])
+
+
+@pytest.mark.parametrize(
+    ("words", "folders"), [([], ["mine"]), (["--include_path", "other"], ["other"])], ids=["file", "option first"]
+)
+def test_task_folders_of_a_configuration_file_are_read(
+    words: list[str], folders: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[list[str]] = []
+    monkeypatch.setattr(sys, "argv", ["dynattn"])
+    monkeypatch.setattr(HarnessCLI, "execute", lambda cli, arguments: found.append(arguments.include_path))
+    (tmp_path / "run.yaml").write_text("tasks: [mine]\ninclude_path: mine\n")
+    main(["run", "--config", str(tmp_path / "run.yaml"), *words])
+    assert found == [[str(TASKS), *folders]]
 
 
 def test_heads_composed_in_place_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
