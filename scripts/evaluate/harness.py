@@ -6,11 +6,14 @@ import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from operator import add
+from statistics import fmean
 from typing import Any
 
 import lm_eval
 import torch
+from lm_eval.api.group import Group
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import Task
 from lm_eval.models.huggingface import HFLM
@@ -250,7 +253,7 @@ def _score_tasks(
         raise UserError(f"carry_memory changes perplexities only, and {catalog.names} have none; leave it out")
     _set_examples(tasks, num_fewshot, seed)
     results.raw.append(_run(lm, loaded, limit, log_samples))
-    _collect(results, results.raw[-1], _chances(loaded), num_fewshot)
+    _collect(results, results.raw[-1], chances_of(loaded, limit), num_fewshot)
 
 
 def _set_examples(tasks: Iterable[Task], num_fewshot: int | None, seed: int) -> None:
@@ -285,11 +288,26 @@ def _collect(results: Results, raw: dict[str, Any], chances: Mapping[str, float]
             results.samples += [label | sample for sample in raw.get("samples", {}).get(result.task, [])]
 
 
-def _chances(loaded: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """The chance level of each task or group whose file has it, by name."""
-    metadata = {name: task.config.metadata for name, task in loaded["tasks"].items()}
-    metadata |= {name: group.metadata for name, group in loaded["groups"].items()}
-    return {name: fields["chance"] for name, fields in metadata.items() if fields and "chance" in fields}
+def chances_of(loaded: Mapping[str, Mapping[str, Any]], limit: int | None) -> dict[str, float]:
+    """The chance level of each task or group whose file has it, by name, for the documents that are scored.
+
+    A file has that of all documents. The first ones may have more choices or fewer, and another share in a group.
+    """
+    named = [(name, task, task.config.metadata) for name, task in loaded["tasks"].items()]
+    named += [(name, group, group.metadata) for name, group in loaded["groups"].items()]
+    told = {name: (one, fields["chance"]) for name, one, fields in named if fields and "chance" in fields}
+    if limit is None:
+        return {name: chance for name, (_, chance) in told.items()}
+    return {name: _chance_of_first(one, chance, limit) for name, (one, chance) in told.items()}
+
+
+def _chance_of_first(one: Task | Group, chance: float, limit: int) -> float:
+    """The chance level of a task's first `limit` documents, or of those of a group's tasks; `chance` is that of all."""
+    tasks = one.get_all_tasks() if isinstance(one, Group) else [one]
+    if any(task.OUTPUT_TYPE != "multiple_choice" for task in tasks):
+        return chance
+    documents = [(task, document) for task in tasks for document in islice(task.eval_docs, limit)]
+    return round(fmean(1 / len(task.doc_to_choice(document)) for task, document in documents), 4)
 
 
 def _score_directly(lm: StrictHFLM, results: Results, limit: int | None) -> None:

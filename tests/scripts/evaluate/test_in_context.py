@@ -10,6 +10,7 @@ from cases.golden import GOLDEN
 from lm_eval.tasks import TaskManager
 
 from dynattn.scripts.evaluate.catalog import TaskCatalog
+from dynattn.scripts.evaluate.harness import chances_of
 from dynattn.scripts.evaluate.in_context import load_dataset
 from dynattn.scripts.evaluate.in_context_forms import (
     ABILITIES,
@@ -144,6 +145,17 @@ def test_the_suite_has_all_families_and_tells_chance():
         assert task.config.metadata["chance"] == pytest.approx(chance, abs=1e-4)
     assert not families
     assert loaded["groups"]["dcformer_in_context"].metadata["chance"] == pytest.approx((56 / 3 + 18 / 2) / 74, abs=1e-4)
+
+
+@pytest.mark.parametrize("limit", [1, 5, 24, 300, 10**6])
+def test_chance_is_that_of_the_documents_that_are_scored(limit: int):
+    """In the first ones a group has another share of questions with two choices, or a task of those with four."""
+    for suite, group in (("dcformer", "dcformer_in_context"), ("builtin", "dynattn_synthetic")):
+        loaded, _ = TaskCatalog([group]).load()
+        assert group in SUITES[suite]
+        parts = {name: [1 / len(doc["choices"]) for doc in t.eval_docs][:limit] for name, t in loaded["tasks"].items()}
+        parts[group] = [chance for part in parts.values() for chance in part]
+        assert chances_of(loaded, limit) == pytest.approx({k: sum(v) / len(v) for k, v in parts.items()}, abs=1e-4)
 
 
 def test_examples_are_other_questions_of_the_same_form():
