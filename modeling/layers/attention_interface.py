@@ -13,7 +13,7 @@ from ..ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, IMPLEMENTATIONS, At
 from ..ops.dcmha.composition import Composition
 from ..ops.dcmha.key_source import KeySource
 from ..ops.dcmha.validation import check_composed_call
-from ..ops.distance_tables import NO_TABLES, DistanceTables, refusing_tables
+from ..ops.distance_tables import NO_TABLES, DistanceTables, refusing_tables, takes_tables
 from .readable import is_readable
 
 logger = logging.get_logger(__name__)
@@ -168,13 +168,13 @@ def mask_arguments(attention_mask: Tensor | None, sliding_window: int | None, is
 
 def check_implementation(config: Any, name: str) -> None:
     """Raises ValueError if an implementation would ignore the composition, or the tables by distance, of a model."""
-    if name in COMPOSING_IMPLEMENTATIONS:
-        return
     if getattr(config, "has_distance_tables", False):
-        raise ValueError(
-            f"attn_implementation={name!r} would ignore the tables of position_scheme={config.position_scheme!r} and "
-            f"position_gain={config.position_gain!r}; use one of {sorted(COMPOSING_IMPLEMENTATIONS)}"
-        )
+        usable = sorted(own for own, attend in COMPOSING_IMPLEMENTATIONS.items() if takes_tables(attend))
+        if name not in usable:
+            raise ValueError(
+                f"attn_implementation={name!r} would ignore the tables of position_scheme={config.position_scheme!r} "
+                f"and position_gain={config.position_gain!r}; use one of {usable}"
+            )
     if getattr(config, "composes", False):
         resolve_implementation(name, composed=True)
 

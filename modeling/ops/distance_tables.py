@@ -55,12 +55,17 @@ def at_distances(table: Tensor, distance: Tensor) -> Tensor:
     return rows.to(table.dtype).permute(2, 0, 1)
 
 
+def takes_tables(attend: Callable[..., Any]) -> bool:
+    """Whether an implementation has the argument `tables` by itself; wrappers have the signature of what they wrap."""
+    return "tables" in signature(attend).parameters
+
+
 def refusing_tables(name: str, attend: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the implementation `attend`, called `name`, if it takes an argument `tables`.
 
     Otherwise returns a function that takes this argument and raises ValueError if there are tables or an offset.
     """
-    if "tables" in signature(attend).parameters:
+    if takes_tables(attend):
         return attend
 
     @wraps(attend)

@@ -69,6 +69,15 @@ def test_a_model_with_composed_heads_that_is_set_to_it_composes_by_it(calls: lis
     assert len(calls) == len(names)
 
 
+@pytest.mark.parametrize("fields", [{"position_scheme": "t5"}, {"position_gain": "bucket"}], ids=str)
+@pytest.mark.usefixtures("calls")
+def test_a_model_with_tables_refuses_it_when_it_is_set(fields: dict[str, Any]) -> None:
+    """Not only in its first forward pass, whose errors a serving thread logs beside empty answers."""
+    model = make_model(**fields)
+    with pytest.raises(ValueError, match=r"'mine' would ignore.*use one of \['chunked', 'eager', 'triton'\]"):
+        model.set_attn_implementation("mine")
+
+
 @pytest.mark.parametrize("name", ["eager", "chunked", "triton", "sdpa"])
 def test_names_of_the_package_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name!r} is an implementation of dynattn"):
