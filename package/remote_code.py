@@ -7,6 +7,7 @@ that somebody else registered, whose modules import this package by name, or mod
 
 import ast
 import re
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from importlib.util import find_spec, resolve_name
@@ -140,10 +141,42 @@ def root_of(cls: type) -> str:
     return cls.__module__.partition(".")[0]
 
 
+def owner_of(config_class: type[PreTrainedConfig]) -> str:
+    """The package to import before the Auto classes know a configuration: this one, or the user's own of a variant.
+
+    A module that defines a model imports that of its configuration, but not the other way round.
+    """
+    if root_of(config_class) == "transformers":
+        return PACKAGE
+    roots = map(root_of, reversed(registered_classes(config_class).values()))
+    return next((root for root in roots if root != PACKAGE), PACKAGE)
+
+
+def travels_with(name: str, module: str) -> bool:
+    """Whether the module `name` travels with `module`: it is of this package, or of the same package or project."""
+    root, own = name.partition(".")[0], module.partition(".")[0]
+    if root in (PACKAGE, own):
+        return True
+    return own != PACKAGE and _project_of(own) is not None and _project_of(root) == _project_of(own)
+
+
+def _project_of(root: str) -> Path | None:
+    """The folder that a package, or a module outside of packages, lies in; None where many projects are installed."""
+    try:
+        spec = find_spec(root)
+    except ValueError:  # `__main__` and others that no import has made
+        return None
+    if spec is None or not spec.has_location or spec.origin is None:
+        return None
+    place = Path(spec.origin).parents[1 if spec.submodule_search_locations else 0].resolve()
+    installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")}
+    return None if place in installed else place
+
+
 def registered_classes(config_class: type[PreTrainedConfig]) -> dict[str, type]:
     """The classes whose code travels, by the Auto class that returns them for `config_class`; `AutoConfig` first."""
     classes = {"AutoConfig": config_class, **dict(_auto_classes(config_class))}
-    return {name: cls for name, cls in classes.items() if root_of(cls) in (PACKAGE, root_of(config_class))}
+    return {name: cls for name, cls in classes.items() if travels_with(cls.__module__, config_class.__module__)}
 
 
 def _auto_classes(config_class: type[PreTrainedConfig]) -> Iterator[tuple[str, type]]:
@@ -178,7 +211,7 @@ def flat_code(classes: Iterable[type | Callable[..., object]]) -> dict[str, str]
 
 
 def flatten_imports(source: str, module: str) -> tuple[str, list[str]]:
-    """Rewrites imports of this package, and of the package that `module` is in, to modules of one folder.
+    """Rewrites imports of all that travels with `module`, this package included, to modules of one folder.
 
     Args:
         source: text of the module.
@@ -214,9 +247,8 @@ def _imported_modules(node: ast.AST, module: str) -> dict[str, list[ast.alias]]:
     Raises:
         ValueError: the statement imports a package, or a whole module (`import MODULE`).
     """
-    roots = (PACKAGE, module.partition(".")[0])
     if isinstance(node, ast.Import):
-        whole = [alias.name for alias in node.names if alias.name.partition(".")[0] in roots]
+        whole = [alias.name for alias in node.names if travels_with(alias.name, module)]
         if whole:
             raise ValueError(f"line {node.lineno} of {module} imports {whole[0]}; write `from MODULE import NAME`")
     if not isinstance(node, ast.ImportFrom):
@@ -224,7 +256,7 @@ def _imported_modules(node: ast.AST, module: str) -> dict[str, list[ast.alias]]:
     target = node.module or ""
     if node.level:
         target = resolve_name("." * node.level + target, module.rpartition(".")[0])
-    if target.partition(".")[0] not in roots:
+    if not travels_with(target, module):
         return {}
     if target == PACKAGE and node.module:
         return _modules_behind_the_package(node)

@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import CONFIG_MAPPING
 
-from dynattn.remote_code import PACKAGE, root_of
+from dynattn.remote_code import owner_of
 
 from ..common import markdown
 from ..common.folder_names import may_be_on_the_hub
@@ -116,7 +116,7 @@ def write_card(
     """
     words = asdict(WORDINGS[result.objective])
     use = words["use"] if plain_class is None else USE_COMPOSED
-    words["use"] = use.format(package=registering_package(model_type), plain_class=plain_class)
+    words["use"] = use.format(package=owner_of(CONFIG_MAPPING[model_type]), plain_class=plain_class)
     text = BODY.format(
         **words,
         name=result.output.resolve().name,
@@ -130,12 +130,6 @@ def write_card(
     )
     data = metadata(arguments, result, model_type)
     ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(folder / "README.md")
-
-
-def registering_package(model_type: str) -> str:
-    """What has to be imported before the Auto classes load a model: this package, or the user's own for a variant."""
-    owner = root_of(CONFIG_MAPPING[model_type])
-    return PACKAGE if owner == "transformers" else owner
 
 
 def settings_of(arguments: PretrainArguments) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from transformers import PreTrainedConfig
 
-from dynattn.remote_code import PACKAGE, root_of
+from dynattn.remote_code import PACKAGE, owner_of
 
 from ..common.checkpoint_files import require_inside
 from ..common.errors import UserError, last_line
@@ -270,7 +270,7 @@ def _load(call: str, name: str, others: list[str], options: str = "") -> str:
 
 def _package(checkpoint: Checkpoint) -> str:
     """The package whose code the model is of, apart from what is of Transformers."""
-    return PACKAGE if checkpoint.plain_class is not None else root_of(type(checkpoint.config))
+    return PACKAGE if checkpoint.plain_class is not None else owner_of(type(checkpoint.config))
 
 
 def _quote(name: str) -> str:

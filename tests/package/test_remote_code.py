@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import dynattn
@@ -15,7 +15,7 @@ from dynattn import remote_code
 from dynattn.modeling.ops.dcmha.chunked.csrc import sources
 from dynattn.modeling.ops.relative import chunked as relative
 from dynattn.modeling.ops.relative.eager import relative_eager
-from dynattn.remote_code import flat_code, flatten_imports, registered_classes, write_code
+from dynattn.remote_code import flat_code, flatten_imports, owner_of, registered_classes, travels_with, write_code
 
 CONFIGS = [
     value for name in dynattn.__all__ if (value := getattr(dynattn, name)) and name.endswith("Config")
@@ -143,6 +143,36 @@ def test_variants_import_the_package_and_their_own_by_name(monkeypatch: pytest.M
         "variant.layers",
         "variant.heads",
     ]
+
+
+def test_files_beside_each_other_are_one_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration, a model and its layers in three files, without a package, as a first experiment has them."""
+    base = "from dynattn import DCFormerConfig, DCFormerForCausalLM\n"
+    config = 'class LooseConfig(DCFormerConfig):\n    model_type = "loose"\n'
+    model = "class LooseForCausalLM(Loosely, DCFormerForCausalLM):\n    config_class = LooseConfig\n"
+    imports = "from loose_config import LooseConfig\nfrom loose_layers import Loosely\nimport safetensors\n"
+    (tmp_path / "loose_config.py").write_text(base + config)
+    (tmp_path / "loose_layers.py").write_text("class Loosely:\n    pass\n")
+    (tmp_path / "loose_model.py").write_text(base + imports + model)
+    monkeypatch.syspath_prepend(tmp_path)
+    found: Any = import_module("loose_model")
+    monkeypatch.setitem(CONFIG_MAPPING._extra_content, "loose", found.LooseConfig)
+    entries: Any = AutoModelForCausalLM._model_mapping
+    monkeypatch.setitem(entries._extra_content, found.LooseConfig, found.LooseForCausalLM)
+
+    registered = registered_classes(found.LooseConfig)
+    assert registered == {"AutoConfig": found.LooseConfig, "AutoModelForCausalLM": found.LooseForCausalLM}
+    assert owner_of(found.LooseConfig) == "loose_model"
+    files = flat_code(registered.values())
+    assert {"loose_config.py", "loose_layers.py", "loose_model.py", "modeling_dcformer.py"} <= files.keys()
+    assert "safetensors.py" not in files
+    assert "from .loose_config import LooseConfig\nfrom .loose_layers import Loosely\n" in files["loose_model.py"]
+
+
+def test_installed_projects_do_not_travel_with_each_other() -> None:
+    assert not travels_with("typing_extensions", "safetensors.torch")
+    assert not travels_with("ast", "dynattn.configuration.configuration_dcformer")
+    assert not travels_with("json", "__main__")
 
 
 @pytest.mark.parametrize(
