@@ -179,10 +179,11 @@ def _find_model_class(config: PreTrainedConfig, folder: Path) -> tuple[str, type
     by_name = {cls.__name__: (auto, cls) for auto, cls in registered.items() if auto != "AutoConfig"}
     architecture = next(iter(config.architectures or ()), None)
     if architecture not in by_name:
-        known = ", ".join(sorted(by_name)) or "those that dynattn.with_composed_heads makes of a class of Transformers"
+        composed = "those that dynattn.with_composed_heads makes of what an Auto class of Transformers returns"
+        known = ", ".join(sorted(by_name)) or composed
         raise UserError(
-            f"the architecture {architecture!r} in {folder / 'config.json'} is none of {known}; save the model with "
-            "`save_pretrained`"
+            f"the architecture {architecture!r} in {folder / 'config.json'} is none of {known}; give a model of one of "
+            "these classes, saved by its `save_pretrained`"
         )
     return (*by_name[architecture], None)
 
