@@ -186,7 +186,7 @@ def plain_flops(config: PreTrainedConfig, length: int) -> float:
     """FLOPs per token of a training step of the model without composition, for sequences of `length` tokens."""
     plain = copy.deepcopy(config)
     if composes(config):
-        plain.compose_pre = plain.compose_post = False
+        plain.compose_pre = plain.compose_post = plain.differential_heads = False
     return _token_flops(_shapes_of(plain), length)
 
 

@@ -20,6 +20,7 @@ from dynattn import (
     DCPythiaForCausalLM,
     keep_attention_outputs,
 )
+from dynattn.configuration.mixers import MIXERS, NO_COMPOSITION
 from dynattn.modeling.common.activation_checkpointing import checkpoint_activations
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.flops import ModelFlops
@@ -35,6 +36,7 @@ from dynattn.scripts.pretrain.dry_run.estimates import (
     dry_run,
     expected_vocabulary,
     period_of,
+    plain_flops,
     possible_engines,
 )
 from dynattn.scripts.pretrain.dry_run.hardware import GPUS, parse_cluster
@@ -187,6 +189,13 @@ def test_operations_and_the_share_of_composition_are_the_models():
     assert found.tokens_per_update == 8 * 256 * 2
     assert found.parameters.total == models[0].num_parameters()
     assert found.days == pytest.approx(300 * 8 * 256 * 2 / found.tokens_per_second / 86400)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_plain_model_has_nothing_of_a_mixer(mixer: str):
+    config = DCFormerConfig.from_size("tiny", mixer=mixer)
+    uncomposed = DCFormerConfig.from_size("tiny", **NO_COMPOSITION)
+    assert plain_flops(config, 64) == plain_flops(uncomposed, 64)
 
 
 def test_the_vocabulary_is_the_one_that_the_run_would_make(tmp_path: Path):
