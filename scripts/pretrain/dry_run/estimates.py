@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...common.checkpoint_loading import highest_id
-from ...common.errors import UserError
+from ...common.errors import UserError, in_one_line
 from ...common.flops import ModelFlops
 from ..arguments import PretrainArguments
 from ..data.length_warmup import LengthWarmup
@@ -28,6 +28,8 @@ ENGINES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "fsdp2")
 RECORDED_MFU, RECORDED_RATIO = 0.17, 2.1
 # The composed op works on chunks of this many queries, and its backward pass holds this many maps of a chunk.
 CHUNK_QUERIES, CHUNK_MAPS = 64, 5
+# Implementations of attention whose operators a CPU has. In place of any other the default one is simulated.
+SIMULATED = ("eager", "sdpa", "chunked")
 HOURS_A_DAY = 24
 
 
@@ -175,7 +177,12 @@ def _shapes_of(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _build(config: PreTrainedConfig, arguments: PretrainArguments) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    asked = arguments.attn_implementation
+    options = {"attn_implementation": asked} if asked in SIMULATED else {}
+    try:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+    except ValueError as error:
+        raise UserError(f"cannot build the model {config.model_type!r}: {in_one_line(error)}") from error
     if arguments.context_processes > 1:
         check_division(model, ImaginedGroup(arguments.context_processes), LengthWarmup.of(arguments).lengths)
     checkpoint_activations_if_asked(model, arguments)

@@ -191,6 +191,17 @@ def test_operations_and_the_share_of_composition_are_the_models():
     assert found.days == pytest.approx(300 * 8 * 256 * 2 / found.tokens_per_second / 86400)
 
 
+def test_memory_is_that_of_the_implementation_that_was_asked_for():
+    small = ("tiny.yaml", "--output", "x", "--batch_size", "2", "--model_config", '{"num_hidden_layers": 1}')
+    default, eager, kernels = (
+        Estimate(parse(*small, *options), *parse_cluster("h100:1")).memory["ddp"].activations
+        for options in ((), ("--attn_implementation", "eager"), ("--attn_implementation", "triton"))
+    )
+    assert kernels == default < eager / 2
+    with pytest.raises(UserError, match=r"cannot build the model 'dcformer': .*sdpa"):
+        dry_run(parse("tiny.yaml", "--output", "x", "--attn_implementation", "sdpa"))
+
+
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_a_plain_model_has_nothing_of_a_mixer(mixer: str):
     config = DCFormerConfig.from_size("tiny", mixer=mixer)
