@@ -89,6 +89,8 @@ def probe_for(folder: Path, config: "PreTrainedConfig") -> "Probe":
     from transformers import MODEL_FOR_MASKED_LM_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    from dynattn.modeling.other_models.composed_classes import composed_name
+
     from .common.decoder_probe import TEXT
     from .common.encoder_probe import ENCODER
     from .common.image_probe import IMAGES
@@ -101,5 +103,5 @@ def probe_for(folder: Path, config: "PreTrainedConfig") -> "Probe":
     # Some encoders may also be run as decoders, so that only the class tells.
     decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     named = read_config(folder).get("architectures")
-    is_encoder = decoder is None or (named and decoder not in named)
+    is_encoder = decoder is None or (named and not {decoder, composed_name(decoder)} & set(named))
     return ENCODER if type(config) in MODEL_FOR_MASKED_LM_MAPPING and is_encoder else TEXT

@@ -14,8 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
     GPT2Config,
     GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -24,7 +27,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from dynattn import DCFormerConfig, DCPythiaConfig, RCMHAConfig
+from dynattn import DCFormerConfig, DCPythiaConfig, RCMHAConfig, with_composed_heads
 
 NEOX: dict[str, Any] = {
     "vocab_size": 101,
@@ -144,6 +147,20 @@ def test_check_tells_equal_from_different(
     small = save(parent.with_name("small"), GPTNeoXConfig(**{**NEOX, "vocab_size": 99}))
     assert "vocabularies of 101 and 99" in refusal(capsys, "check", parent, small)
     assert "does not exist" in refusal(capsys, "check", parent, "./nowhere")
+
+
+def test_check_compares_heads_that_are_composed_in_place(parent: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    upcycled = with_composed_heads(GPTNeoXForCausalLM, compose_rank=2).from_pretrained(parent)
+    upcycled.save_pretrained(ours := parent.with_name("ours"))
+    assert convert("check", parent, ours) == 0
+    edit_weights(ours, lambda weights: [w.normal_() for name, w in weights.items() if "composition." in name])
+    assert convert("check", parent, ours) == 1
+    assert convert("check", ours, ours) == 0
+    reading = BertConfig(**NEOX | {"num_hidden_layers": 1}, is_decoder=True)
+    with_composed_heads(BertLMHeadModel, dropout=0.0)(reading).save_pretrained(bert := parent.with_name("bert"))
+    capsys.readouterr()
+    assert convert("check", bert, bert) == 0
+    assert "left-padded and cached" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
