@@ -10,12 +10,20 @@ import pytest
 import torch
 from cases.checkpoints import save_tokenizer
 from cases.models import make_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from dynattn import with_composed_heads
 from dynattn.scripts.cli import main
 from dynattn.scripts.common.atomic_file import write_json
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.reproduce import speculation
-from dynattn.scripts.reproduce.quantization import SUMMED_AXES, quantize_composition, rounded, window_losses
+from dynattn.scripts.reproduce.quantization import (
+    SUMMED_AXES,
+    load_variant,
+    quantize_composition,
+    rounded,
+    window_losses,
+)
 from dynattn.scripts.reproduce.speculation import compare_ways
 from dynattn.scripts.reproduce.study_files import TRAINED, claim_folder, describe_run, held_out_windows, write_study
 
@@ -74,6 +82,19 @@ def test_only_composition_is_quantized_and_the_loss_hears_of_it() -> None:
     changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
     assert changed == {name for name in before if name.rpartition(".")[2] in SUMMED_AXES}
     assert not torch.equal(window_losses(model, windows), losses)
+
+
+def test_heads_that_are_composed_in_place_stay_composed_in_a_variant(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, vocab_size=97, num_attention_heads=2, num_key_value_heads=2)
+    model = with_composed_heads(LlamaForCausalLM)(config).eval()
+    for name, weight in model.named_parameters():
+        if "composition." in name:
+            torch.nn.init.normal_(weight)
+    model.save_pretrained(tmp_path)
+    ids = torch.randint(97, (1, 9))
+    loaded, _ = load_variant(tmp_path, {}, bits=0)
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
 
 
 def test_speculation_is_compared_on_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
