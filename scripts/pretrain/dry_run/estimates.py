@@ -103,13 +103,16 @@ def dry_run(arguments: PretrainArguments) -> str:
 def expected_vocabulary(arguments: PretrainArguments) -> dict[str, int]:
     """The `vocab_size` that the run would give a new model; empty where only a tokenizer of the Hub could tell it.
 
-    A tokenizer that is trained on little text may have fewer tokens than it is allowed to.
+    A tokenizer that is trained on little text may have fewer tokens than it is allowed to. Some token of the vocabulary
+    stands for padding, since the default of the model type, such as GLM-4's 151,329, may be beyond it.
     """
     if arguments.tokenizer == "bpe":
-        return {"vocab_size": pad_vocabulary(arguments.vocab_size)}
-    if arguments.init_from or arguments.tokenizer is None or not Path(arguments.tokenizer).is_dir():
+        needed = arguments.vocab_size
+    elif arguments.init_from or arguments.tokenizer is None or not Path(arguments.tokenizer).is_dir():
         return {}
-    return {"vocab_size": pad_vocabulary(highest_id(load_tokenizer(arguments.tokenizer)) + 1)}
+    else:
+        needed = highest_id(load_tokenizer(arguments.tokenizer)) + 1
+    return {"vocab_size": pad_vocabulary(needed), "pad_token_id": 0}
 
 
 def possible_engines(arguments: PretrainArguments, count: int) -> list[str]:

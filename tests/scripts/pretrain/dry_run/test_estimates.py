@@ -42,6 +42,7 @@ from dynattn.scripts.pretrain.dry_run.estimates import (
 from dynattn.scripts.pretrain.dry_run.hardware import GPUS, parse_cluster
 from dynattn.scripts.pretrain.dry_run.memory import EngineMemory, Peaks, Rehearsal, engine_memory, rehearse
 from dynattn.scripts.pretrain.main import RECIPES, main
+from dynattn.scripts.pretrain.model import build_model
 from dynattn.scripts.pretrain.model_config import plan_config
 
 RECORDS = Path(__file__).parents[4] / "model_cards" / "records"
@@ -223,6 +224,14 @@ def test_the_vocabulary_is_the_one_that_the_run_would_make(tmp_path: Path):
     assert embeddings("--vocab_size", "5000", "--model_config", '{"vocab_size": 6000}') == 6000
     assert embeddings("--tokenizer", str(tmp_path)) == 320
     assert expected_vocabulary(parse("405m.yaml", "--output", "x")) == {}
+
+
+@pytest.mark.parametrize("kind", ["glm4", "modernbert-decoder"])
+def test_a_small_vocabulary_holds_the_padding_of_a_type_whose_own_is_larger(kind: str):
+    """The table of embeddings of these types refuses a row for padding that it does not have."""
+    sizes = '{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}'
+    arguments = parse("--output", "x", "--model_type", kind, "--model_config", sizes, "--tokenizer", "bpe")
+    build_model(arguments, plan_config(arguments, expected_vocabulary(arguments)), on_meta=True)
 
 
 def test_speed_is_as_recorded_on_a_gpu():
