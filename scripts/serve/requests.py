@@ -7,13 +7,14 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cli.serving import utils
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler
 
 read_fields, stream_tokens = BaseHandler._validate_request, utils.DirectStreamer.put
+find_answer_template = utils.get_response_template
 # Fields of OpenAI's API that Transformers' server ignores with a warning in its own log, so a client would not get what
 # it asked for; and the values, in JSON, that ask for nothing.
 IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
@@ -94,6 +95,22 @@ def stream_each_token(streamer: utils.DirectStreamer, tokens: Tensor) -> None:
     Then `usage` would count too few, and an answer that was cut by its limit would have the reason `stop`.
     """
     stream_tokens(streamer, tokens.flatten())
+
+
+def find_fitting_template(processor: Any, model: PreTrainedModel) -> dict[str, Any] | None:
+    """In the place of `utils.get_response_template`, which takes Qwen's format of answers for all models of its types.
+
+    A model of such a type may have another chat template, as a new one of `dynattn pretrain` has. Its prompts lack the
+    anchor of the format, for which the server would put the whole prompt, and the token that ends it, into the answer.
+    """
+    template = find_answer_template(processor, model)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if template is None or getattr(tokenizer, "response_template", None) is not None:
+        return template
+    anchors = template.get("start_anchor") or ""
+    turn = [{"role": "user", "content": "a"}]
+    prompt = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    return template if any(one in prompt for one in ([anchors] if isinstance(anchors, str) else anchors)) else None
 
 
 class StreamError(utils._StreamError):

@@ -34,7 +34,7 @@ from .batching import (
     with_own_name,
 )
 from .models import check_model_options, list_models, load_language_model, load_unless_pinned, show_models_to_server
-from .requests import StreamError, check_fields, malformation, refusal, stream_each_token
+from .requests import StreamError, check_fields, find_fitting_template, malformation, refusal, stream_each_token
 
 build_server = server.build_server
 
@@ -95,6 +95,7 @@ def replace_in_server() -> None:
     BaseHandler._validate_request = check_fields  # type: ignore[method-assign, assignment]
     ModelManager._validate_args = check_model_options  # type: ignore[method-assign]
     ModelManager._load_model = load_language_model  # type: ignore[method-assign, assignment]
+    utils.get_response_template = find_fitting_template
     utils._StreamError = StreamError  # type: ignore[misc]
     utils.DirectStreamer.put = stream_each_token  # type: ignore[method-assign, assignment]
 

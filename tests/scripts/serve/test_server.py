@@ -324,6 +324,17 @@ def test_the_tokens_of_a_speculative_stream_are_counted_each(monkeypatch: pytest
     assert streamer.total_tokens == answer.shape[1]
 
 
+@pytest.mark.parametrize(("opening", "is_read"), [("<|assistant|>\n", False), ("<|im_start|>assistant\n", True)])
+def test_answers_are_read_in_the_format_that_the_chat_template_has(opening: str, is_read: bool) -> None:
+    """By Qwen's format, which Transformers takes for all models of its types, others would begin with the prompt."""
+    requests, tokenizer = part("requests"), make_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if add_generation_prompt %}" + opening + "{% endif %}"
+    model: Any = SimpleNamespace(config=SimpleNamespace(model_type="qwen3"))
+    assert (requests.find_fitting_template(tokenizer, model) is not None) is is_read
+    tokenizer.response_template = {"start_anchor": "its own"}
+    assert requests.find_fitting_template(tokenizer, model) == tokenizer.response_template
+
+
 def test_an_error_within_a_stream_is_json() -> None:
     message = 'a "word"\nand \\'
     told = part("requests").StreamError(message).msg
