@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from accelerate.utils import set_seed
+from transformers import PreTrainedModel
 
 from ..common.errors import UserError
 from .arguments import PretrainArguments
@@ -104,8 +105,6 @@ def describe(plan: Plan, engine: Engine, arguments: PretrainArguments, resume_fr
     """A summary of the run that is about to begin, for the terminal."""
     train, validation = plan.train_sequences, plan.validation_sequences
     parameters, passes = count_parameters(plan.model), plan.order.passes(plan.schedule.max_steps)
-    usual = {field.name: field.default for field in dataclasses.fields(arguments)}
-    unread = {name: need for name, need in arguments.without_effect.items() if getattr(arguments, name) != usual[name]}
     return "\n".join(
         [
             f"data: {plan.source.name}",
@@ -116,9 +115,22 @@ def describe(plan: Plan, engine: Engine, arguments: PretrainArguments, resume_fr
             f"them not embeddings",
             f"schedule: {plan.schedule.max_steps:,} updates of {plan.order.global_batch} sequences",
             engine.describe(),
-            *(f"{name}={getattr(arguments, name)} has no effect: it needs {need}" for name, need in unread.items()),
+            *_without_effect(arguments, plan.model),
             f"resuming from {resume_from}{describe_changes(resume_from, sharing_of(arguments, engine))}"
             if resume_from
             else "starting from update 0",
         ]
     )
+
+
+def _without_effect(arguments: PretrainArguments, model: PreTrainedModel) -> list[str]:
+    """A line for each option that was given and that the run does not read.
+
+    A vocabulary of the size that the model has is not named: a recipe may ask for it beside a tokenizer that exists.
+    """
+    usual = {field.name: field.default for field in dataclasses.fields(arguments)}
+    return [
+        f"{name}={value} has no effect: it needs {need}"
+        for name, need in arguments.without_effect.items()
+        if (value := getattr(arguments, name)) not in (usual[name], getattr(model.config, name, None))
+    ]

@@ -25,6 +25,7 @@ from dynattn.scripts.pretrain import trainer as trainer_module
 from dynattn.scripts.pretrain.card import write_card
 from dynattn.scripts.pretrain.data.documents import load_documents
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
+from dynattn.scripts.pretrain.model_config import pad_vocabulary
 from dynattn.scripts.pretrain.outputs.metrics import read_metrics
 
 
@@ -102,6 +103,9 @@ def test_options_that_a_run_does_not_read_are_named(corpus: Path, tmp_path: Path
         "decay_share=0.5 has no effect: it needs schedule: wsd",
         "max_bad_updates=3 has no effect: it needs on_bad_update: skip or rollback",
     ]
+    usual = {"vocab_size": pad_vocabulary(len(tokenizer)), "tokenizer": str(tmp_path / "tokenizer")}
+    run(tmp_path / "usual", corpus, max_steps=2, warmup_steps=0, **usual)
+    assert "no effect" not in capsys.readouterr().out
 
 
 def test_final_card_imports_the_package_that_registers_the_model(
