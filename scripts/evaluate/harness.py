@@ -26,6 +26,7 @@ from ..common.builtin_corpus import builtin_documents
 from ..common.checkpoint_loading import check_pair, refuse_nan
 from ..common.errors import UserError
 from ..common.memory_limits import check_memory, longest_segment
+from ..common.special_tokens import warn_of_unknown
 from .catalog import TaskCatalog
 from .heldout import score_documents
 from .quoted import quoted_scores
@@ -66,15 +67,16 @@ class StrictHFLM(HFLM):
         self.segment = min(self.max_length, longest_segment(model.config)) if carry_memory else None
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        if self.segment is None:
-            # lm-eval itself puts `prefix_token_id` before every text. It would score a `bos` that the tokenizer adds.
-            own, self.add_bos_token = self.add_bos_token, False
-            try:
-                return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
-            finally:
-                self.add_bos_token = own
         texts = [encode_document(self.tokenizer, request.args[0]) for request in requests]
-        return roll_texts(self.model, texts, segment=self.segment, batch_size=int(self.batch_size))
+        warn_of_unknown(self.tokenizer, [token for text in texts for token in text[1:]])
+        if self.segment is not None:
+            return roll_texts(self.model, texts, segment=self.segment, batch_size=int(self.batch_size))
+        # lm-eval itself puts `prefix_token_id` before every text. It would score a `bos` that the tokenizer adds.
+        own, self.add_bos_token = self.add_bos_token, False
+        try:
+            return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+        finally:
+            self.add_bos_token = own
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         refuse_endings(self.tokenizer)

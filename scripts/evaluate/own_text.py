@@ -1,6 +1,5 @@
 """Scores checkpoints on texts of the user's: bits per byte of all text and of each document, and loss by position."""
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +18,12 @@ from ..common.errors import UserError
 from ..common.markdown import joined_table, table
 from ..common.memory_limits import check_memory, longest_segment
 from ..common.paired import add_holm, mean_in_words, p_in_words, paired_difference
+from ..common.special_tokens import warn_of_unknown
 from .arguments import EvaluateArguments
 from .loading import load_named
 from .results import check_output, describe_environment, describe_model, report
 from .text_files import read_documents
 from .windows import check_context, encode_document, read
-
-logger = logging.getLogger(__name__)
 
 WINDOW = 1024
 
@@ -127,10 +125,7 @@ def encode_documents(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str
     for document, tokens in zip(documents, encoded, strict=True):
         if len(tokens) == 1:
             raise UserError(f"the tokenizer finds no tokens in the document {document[:40]!r}; remove it")
-    unknown = sum(tokens[1:].count(tokenizer.unk_token_id) for tokens in encoded)
-    if unknown:
-        message = "%d of %d tokens are %s: what they stand for is not scored, and bits per byte are too low"
-        logger.warning(message, unknown, sum(len(tokens) - 1 for tokens in encoded), tokenizer.unk_token)
+    warn_of_unknown(tokenizer, [token for tokens in encoded for token in tokens[1:]])
     return encoded
 
 

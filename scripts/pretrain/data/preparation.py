@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...common.atomic_file import write_json
 from ...common.errors import UserError
+from ...common.special_tokens import warn_of_unknown
 from ..arguments import PretrainArguments
 from ..outputs import checksums
 from ..outputs.run_folder import RunFolder
@@ -23,7 +24,7 @@ from .indexed_names import is_indexed
 from .objectives import make_objective
 from .streaming import split_stream
 from .token_cache import write_cached
-from .token_stream import TOKENS
+from .token_stream import TOKENS, TokenStream
 
 SOURCE_FILE = "source.json"
 VALIDATION = "validation"
@@ -210,6 +211,8 @@ def _write_prepared(
     for name, (dataset, fingerprint) in splits.streams.items():
         identity = {"documents": fingerprint, "tokenizer": encoder.fingerprint}
         write_cached(dataset, encoder, data / name, cache=cache, workers=arguments.tokenizer_workers, identity=identity)
+    if VALIDATION in splits.streams and arguments.objective == "causal_lm":
+        warn_of_unknown(chosen, TokenStream.open(data / VALIDATION).scored())
     made = [file for file in run.prepared.rglob("*") if file.is_file()]
     source = replace(source, files=checksums.measure_files(run.prepared, made))
     write_json(data / SOURCE_FILE, asdict(source))

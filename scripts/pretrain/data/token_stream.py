@@ -67,6 +67,11 @@ class TokenStream:
             labels[~self.targets[begin:end]] = IGNORED
         return tokens, labels
 
+    def scored(self) -> NDArray[np.int64]:
+        """All targets, `[targets]`."""
+        _, labels = self.read(0, len(self.tokens))
+        return labels[labels != IGNORED]
+
     def describe(self) -> str:
         """The size of the stream, for the terminal."""
         size = f"{len(self.starts):,} documents, {len(self.tokens):,} tokens"

@@ -12,6 +12,7 @@ import lm_eval
 import pytest
 import torch
 from cases.checkpoints import edit_config
+from cases.tokenizers import that_knows
 from lm_eval import tasks as lm_eval_tasks
 from lm_eval._cli import HarnessCLI
 from lm_eval.api.instance import Instance
@@ -342,6 +343,14 @@ def test_a_task_without_any_text_is_refused(tokenizer: PreTrainedTokenizerFast, 
     (tmp_path / "empty.yaml").write_text(f"include: {TASKS}/builtin_heldout.yaml\ntask: empty\n{data}\n")
     with pytest.raises(UserError, match="the documents of a task hold no text"):
         evaluate_model(llama(), tokenizer, TaskCatalog(["empty"], tmp_path))
+
+
+def test_texts_that_a_tokenizer_cannot_express_are_told(held_out: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = that_knows("the")
+    evaluate_model(llama(), tokenizer, ["builtin_heldout"], limit=1)
+    tokens = tokenizer.tokenize(held_out[0])
+    unknown = f"{len(tokens) - tokens.count('the')} of {len(tokens)} tokens are <unk>"
+    assert caplog.messages == [f"{unknown}: what they stand for is not scored, and bits per byte are too low"]
 
 
 @pytest.mark.parametrize(("task", "most"), [("dcformer_odd_one_out", 23), ("dynattn_owner", 36)])

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.tokenizers import that_adds_bos
-from tokenizers import Tokenizer, models, pre_tokenizers
+from cases.tokenizers import that_adds_bos, that_knows
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -89,9 +88,7 @@ def test_a_tokenizer_that_adds_bos_gives_the_same_scores(checkpoints: list[str],
 
 
 def test_texts_that_a_tokenizer_cannot_express_are_told(checkpoints: list[str], caplog: pytest.LogCaptureFixture):
-    words = Tokenizer(models.WordLevel({"<end>": 0, "<unk>": 1, "known": 2}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<unk>")
+    tokenizer = that_knows("known")
     model = LlamaForCausalLM.from_pretrained(checkpoints[0]).eval()
     score_texts(model, tokenizer, ["known", "known"], max_length=16)
     assert not caplog.messages
