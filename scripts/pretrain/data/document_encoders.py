@@ -116,15 +116,21 @@ class ChatEncoder(TextEncoder):
     def said(self, turns: list[dict[str, Any]], targets: NDArray[np.int32]) -> str:
         """What the assistant says in a conversation whose targets are the tokens `targets` `[N]`.
 
-        It is the content of its turns, without what the template adds. A template may also trim turns, or leave out
-        parts such as the reasoning of earlier ones; then it is whatever the targets spell.
+        It is the content of its turns, without what the template adds, also where the tokenizer spells it in another
+        way, such as in lower case. A template may trim turns, or leave out parts such as the reasoning of earlier ones;
+        then it is whatever the targets spell.
         """
         content = [str(turn.get("content") or "") for turn in turns if turn["role"] == ASSISTANT]
         spelled = str(self.tokenizer.decode(targets.tolist(), skip_special_tokens=True))
         for texts in (content, [text.strip() for text in content]):
-            if all(text in spelled for text in texts):
+            if all(text in spelled or self._as_spelled(text) in spelled for text in texts):
                 return "".join(texts)
         return spelled
+
+    def _as_spelled(self, text: str) -> str:
+        """What the tokenizer makes of a text."""
+        tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _by_tag(self, turns: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
         rendered: Any = self.tokenizer.apply_chat_template(

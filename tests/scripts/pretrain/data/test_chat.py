@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases.training import arguments, killed_run, parse, run
 from cases.versions import needs_transformers
-from tokenizers import processors
+from tokenizers import normalizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dynattn.scripts.common.builtin_corpus import builtin_conversations
@@ -104,6 +104,14 @@ def test_text_that_the_template_leaves_out_is_not_measured(template: str, conten
     """Bits per byte would be too low: nothing of it is predicted."""
     turns = [TURNS[0], {"role": "assistant", "content": content}, *TURNS[2:]]
     assert ChatEncoder(tokenizer(template))([json.dumps(turns)]).text_bytes == len(said)
+
+
+@pytest.mark.parametrize("template", [PLAIN, TAGGED, SHIPPED.read_text()], ids=["plain", "tagged", "shipped"])
+def test_text_is_measured_as_it_is_and_not_as_the_tokenizer_spells_it(template: str):
+    used = tokenizer(template)
+    used.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    turns = [TURNS[0], {"role": "assistant", "content": "\ufb01ve, or \uff16."}]  # becomes "five, or 6."
+    assert ChatEncoder(used)([json.dumps(turns)]).text_bytes == len("\ufb01ve, or \uff16.".encode())
 
 
 def write(path: Path, rows: list[Any]) -> Path:
