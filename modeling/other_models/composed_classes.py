@@ -127,12 +127,7 @@ class ComposedModel(PreTrainedModel):
 
     def initialize_weights(self) -> None:
         """Draws the weights that a checkpoint lacks; the models within draw theirs without those of composition."""
-        if self.composed_before and _only_plain_weights_loaded(self):
-            logger.warning(
-                f"The configuration of {self.config.name_or_path} has composed_heads, but its files lack all "
-                "weights of the composition, as if a program had saved it that knows only the plain model. The "
-                "composition starts as the identity."
-            )
+        _tell_of_other_writers(self)
         super().initialize_weights()
         for module in self.modules():
             if isinstance(module, DynamicComposition):
@@ -163,11 +158,26 @@ def _share_what_names_tell(model_class: type[PreTrainedModel], composed: str) ->
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[composed] = composed
 
 
-def _only_plain_weights_loaded(model: nn.Module) -> bool:
-    """Whether a checkpoint has filled weights of `model`, but none of its composition."""
-    filled = {name: getattr(one, "_is_hf_initialized", False) for name, one in model.named_parameters()}
-    new = [name for name in filled if "composition." in name]
-    return bool(new) and any(filled.values()) and not any(filled[name] for name in new)
+def _tell_of_other_writers(model: ComposedModel) -> None:
+    """Warns if the checkpoint that `model` is loaded from holds only one of options and weights of the composition."""
+    new, plain = _filled(model, composing=True), _filled(model, composing=False)
+    folder = model.config.name_or_path
+    if model.composed_before and new and any(plain) and not any(new):
+        logger.warning(
+            f"The configuration of {folder} has composed_heads, but its files lack all weights of the composition, as "
+            "if a program had saved it that knows only the plain model. The composition starts as the identity."
+        )
+    if not model.composed_before and any(new) and not set(model.given_options) - set(OWN_OPTIONS):
+        logger.warning(
+            f"The files of {folder} have weights of a composition, but its configuration lacks composed_heads, as if "
+            "compose_heads_of had changed a plain model. The defaults are taken; give other options of that call here."
+        )
+
+
+def _filled(model: nn.Module, composing: bool) -> list[bool]:
+    """For each weight of the composition of `model`, or for each other one, whether a checkpoint has filled it."""
+    chosen = (one for name, one in model.named_parameters() if ("composition." in name) == composing)
+    return [getattr(one, "_is_hf_initialized", False) for one in chosen]
 
 
 def _plan_with_generators(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:

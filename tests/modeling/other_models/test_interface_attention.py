@@ -427,6 +427,24 @@ def test_a_composition_that_another_program_dropped_is_told(tmp_path: Path, monk
     assert len(told) == 1 and f"{tmp_path / 'dropped'} has composed_heads, but its files lack all weights" in told[0]
 
 
+def test_options_that_only_the_one_who_composed_a_model_in_place_knows_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another activation fits the same weights, and the plain class does not write it into the configuration."""
+    told: list[str] = []
+    monkeypatch.setattr(composed_classes.logger, "warning", told.append)
+    model = llama()
+    compose_heads_of(model, compose_act="relu")
+    strengthen(model)
+    model.save_pretrained(tmp_path)
+    given = with_composed_heads(LlamaForCausalLM, compose_act="relu").from_pretrained(tmp_path)
+    with_composed_heads(LlamaForCausalLM)(LlamaConfig(**DECODER))
+    assert not told
+    torch.testing.assert_close(given(IDS).logits, model(IDS).logits)
+    with_composed_heads(LlamaForCausalLM, implementation="eager").from_pretrained(tmp_path)
+    assert len(told) == 1 and f"The files of {tmp_path} have weights of a composition, but" in told[0]
+
+
 def test_what_a_model_computes_when_it_is_loaded_is_computed_for_composed_heads_too(tmp_path: Path) -> None:
     """The scales of a FalconH1 are in no checkpoint, and a module without weights of its own fills them in."""
     model = with_composed_heads(FalconH1ForCausalLM)(FalconH1Config(**DECODER, **MAMBA, num_key_value_heads=2))
