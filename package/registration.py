@@ -1,4 +1,6 @@
-"""Makes every family known to the Auto classes of Transformers, now or as soon as those are imported.
+"""Makes every family, and models with composed heads, known to the Auto classes of Transformers.
+
+They are known now, or as soon as these classes are imported.
 
 Importing Transformers and the models takes seconds, which `import dynattn` and the command line's help must not take.
 So a finder on `sys.meta_path` adds our entries right after a module that defines Auto classes is imported, and an
@@ -58,6 +60,22 @@ def register_models(modeling_auto: ModuleType) -> None:
             mapping.register(family.load_config_class(), family, exist_ok=True)
 
 
+def find_composed_classes(auto_factory: Any) -> None:
+    """Makes Auto classes return a class with composed heads where the configuration has `composed_heads`.
+
+    Such a configuration is that of a model of Transformers, whose plain class would leave out the composition.
+    """
+    find = auto_factory._get_model_class
+
+    def find_class(config: Any, models: Any) -> Any:
+        if getattr(config, "composed_heads", None) is None:
+            return find(config, models)
+        return import_module("dynattn.modeling.other_models.composed_classes").composing_class(find, config, models)
+
+    if find.__module__ != __name__:
+        auto_factory._get_model_class = find_class
+
+
 def name_lora_targets(constants: ModuleType) -> None:
     """Adds the layers that LoRA adapts to PEFT's tables, which have them for Transformers' own families.
 
@@ -85,6 +103,7 @@ def _write_code(config: Any, folder: Path) -> list[str]:
 ACTIONS: dict[str, Callable[[ModuleType], None]] = {
     "dynattn.configuration.portable_config": keep_code,
     "peft.utils.constants": name_lora_targets,
+    "transformers.models.auto.auto_factory": find_composed_classes,
     "transformers.models.auto.configuration_auto": register_configurations,
     "transformers.models.auto.modeling_auto": register_models,
 }

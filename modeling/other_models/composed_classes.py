@@ -2,7 +2,8 @@
 
 import copy
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -30,6 +31,7 @@ logger = logging.get_logger(__name__)
 OWN_OPTIONS = ("implementation", "dropout", "compose_dropout", "compose_init_scale")
 # Options that change outputs, but no weights by which a difference would be noticed.
 UNSEEN_OPTIONS = ("compose_act", "compose_norm_eps")
+PREFIX = "Composed"  # of the names of classes with composed heads
 # The classes that this process has made, or got with a pickled model, by their keys.
 MADE: WeakValueDictionary[str, type] = WeakValueDictionary()
 
@@ -80,6 +82,7 @@ class ComposedModel(PreTrainedModel):
         kept = getattr(config, "composed_heads", None)
         chosen = _chosen_options(self.given_options, kept)
         config = copy.copy(config)  # the caller may make a plain model of it, too
+        config.composed_heads = None  # heads of models within are composed below, and not when an Auto class makes them
         super().__init__(config, *args, **kwargs)
         self.composed_before = kept is not None
         self._tp_plan = _plan_with_generators(self, compose_heads_of(self, **chosen))
@@ -92,11 +95,6 @@ class ComposedModel(PreTrainedModel):
         if "class_key" not in vars(made):  # a subclass, which has a name in a module
             return super().__reduce_ex__(protocol)
         return _empty_model, (made.class_key, made.plain_class, made.given_options), self.__getstate__()
-
-    @classmethod
-    def from_config(cls, config: Any, **kwargs: Any) -> PreTrainedModel:
-        """A new model, as the Auto classes make it."""
-        return cls._from_config(config, **kwargs)
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -131,7 +129,14 @@ class ComposedModel(PreTrainedModel):
         super().initialize_weights()
         for module in self.modules():
             if isinstance(module, DynamicComposition):
-                init_composition(module, scale=0.0)
+                self._init_weights(module)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """As the plain class; Transformers calls it alone where this model is within a plain one."""
+        if isinstance(module, DynamicComposition):
+            init_composition(module, scale=0.0)
+        else:
+            super()._init_weights(module)
 
 
 def _empty_model(key: str, plain_class: type[PreTrainedModel], options: dict[str, Any]) -> Any:
@@ -210,19 +215,29 @@ def _chosen_options(given: dict[str, Any], kept: Any) -> dict[str, Any]:
 
 def composed_name(plain: str) -> str:
     """The name of the class that `with_composed_heads` makes of one called `plain`."""
-    return f"Composed{plain}"
+    return PREFIX + plain
 
 
-def composing_class(auto_class: Any, config: Any) -> Any:
-    """The Auto class itself, or for a configuration with `composed_heads` the class of its models, with those heads.
+def composing_class(find: Callable[[Any, Any], Any], config: Any, models: Any) -> Any:
+    """The class that an Auto class returns for a configuration with `composed_heads`.
 
-    Both have `from_pretrained` and `from_config`. An Auto class that does not know the configuration refuses it there.
+    It is the plain one where Transformers makes a model of a part of the configuration alone, which lacks the field.
+
+    Args:
+        find: the function of Transformers that finds a class.
+        models: the classes that the Auto class knows, by configuration class.
     """
-    if getattr(config, "composed_heads", None) is None or type(config) not in auto_class._model_mapping:
-        return auto_class
-    classes = plain_models(auto_class, type(config))
-    named = [one for one in classes if composed_name(one.__name__) in (config.architectures or ())]
-    return with_composed_heads([*named, *classes][0])
+    plain_config = copy.copy(config)
+    plain_config.architectures = [name.removeprefix(PREFIX) for name in config.architectures or ()]
+    found = find(plain_config, models)
+    of_text = found.config_class is config.sub_configs.get("text_config")
+    return found if of_text or hasattr(found, "plain_class") else _with_options_of_configuration(found)
+
+
+@cache
+def _with_options_of_configuration(model_class: type) -> type:
+    """The one class of this process for all models that Auto classes return for a plain class."""
+    return with_composed_heads(model_class)
 
 
 def plain_models(auto_class: Any, config_class: type) -> list[Any]:

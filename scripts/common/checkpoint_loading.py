@@ -18,8 +18,6 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from dynattn.modeling.other_models.composed_classes import composing_class
-
 from .checkpoint_files import check_has_config
 from .errors import UserError, first_line, refusal_of
 from .folder_names import may_be_on_the_hub
@@ -130,7 +128,7 @@ def _load_model(
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         if changes is not None:
             config = type(config).from_dict({**config.to_dict(), **changes(config)})
-        loaded: Any = composing_class(AutoModelForCausalLM, config).from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=dtype,

@@ -8,9 +8,7 @@ command line is light: it imports torch and Transformers only when it runs a mod
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Sequence
 
 from lm_eval._cli import HarnessCLI
 from lm_eval.utils import setup_logging
@@ -31,8 +29,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = cli.parse_args()
     try:
         arguments.include_path = task_folders(arguments)
-        with composed_heads_kept() if "model_args" in arguments else nullcontext():
-            cli.execute(arguments)
+        cli.execute(arguments)
     except (ValueError, OSError) as error:
         raise UserError(str(error).strip()) from error
     except ModuleNotFoundError as error:
@@ -52,25 +49,3 @@ def task_folders(arguments: Namespace) -> list[str]:
 
         theirs = EvaluatorConfig.load_yaml_config(file).get("include_path")
     return [str(TASKS), *([theirs] if isinstance(theirs, str) else theirs or [])]
-
-
-@contextmanager
-def composed_heads_kept() -> Iterator[None]:
-    """In the block, lm_eval's model `hf` loads models with heads composed in place, which the Auto class would drop."""
-    from lm_eval.models.huggingface import HFLM  # slow to import, and not needed to list tasks
-
-    from dynattn.modeling.other_models.composed_classes import composing_class
-
-    create = HFLM._create_model
-
-    def create_composed(lm: HFLM, *args: Any, **options: Any) -> None:
-        auto_class = lm.AUTO_MODEL_CLASS
-        lm.AUTO_MODEL_CLASS = composing_class(auto_class, lm.config)
-        create(lm, *args, **options)
-        lm.AUTO_MODEL_CLASS = auto_class  # which lm_eval compares with others
-
-    HFLM._create_model = create_composed
-    try:
-        yield
-    finally:
-        HFLM._create_model = create

@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dynattn.families import FAMILIES
-from dynattn.modeling.other_models.composed_classes import composing_class
 from dynattn.modeling.positions.rotary import batch_dependent_rope
 
 from ..common.checkpoint_files import read_config
@@ -33,7 +32,7 @@ def load_checkpoint(folder: Path) -> PreTrainedModel:
         raise UserError(f"{folder} holds no causal language model; only these have a prefill and a decoding graph")
     refuse_segments(config.get("memory_type"), folder)
     try:
-        loaded: Any = composing_class(AutoModelForCausalLM, AutoConfig.from_pretrained(folder)).from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.float32,
             output_loading_info=True,

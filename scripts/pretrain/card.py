@@ -69,25 +69,18 @@ On the held-out part of the data, after the last update:
 {versions}
 """
 
-USE_CAUSAL = """import {package}  # registers the model type
+USE_CAUSAL = """import {package}  # makes the model known to Transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")
 model = AutoModelForCausalLM.from_pretrained("PATH_OR_NAME")
 inputs = tokenizer("The", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))"""
-USE_MASKED = """import {package}  # registers the model type
+USE_MASKED = """import {package}  # makes the model known to Transformers
 from transformers import pipeline
 
 fill = pipeline("fill-mask", model="PATH_OR_NAME")
 print(fill(f"The {{fill.tokenizer.mask_token}} statement"))"""
-
-USE_COMPOSED = """import dynattn
-from transformers import AutoTokenizer, {plain_class}
-
-tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")
-model = dynattn.with_composed_heads({plain_class}).from_pretrained("PATH_OR_NAME")
-print(model(**tokenizer("The", return_tensors="pt")).logits)"""
 
 
 @dataclass(frozen=True)
@@ -107,21 +100,20 @@ WORDINGS = {
 
 
 def write_card(
-    folder: Path, arguments: PretrainArguments, result: Result, model_type: str, plain_class: str | None = None
+    folder: Path, arguments: PretrainArguments, result: Result, model_type: str, *, composed_in_place: bool = False
 ) -> None:
     """Writes `README.md` with Hub metadata, the data, the settings and what was measured.
 
     Args:
-        plain_class: the class of Transformers to which `with_composed_heads` added heads; None for all other models.
+        composed_in_place: whether it is a model of Transformers with composed heads.
     """
     words = asdict(WORDINGS[result.objective])
-    use = words["use"] if plain_class is None else USE_COMPOSED
-    words["use"] = use.format(package=owner_of(CONFIG_MAPPING[model_type]), plain_class=plain_class)
+    words["use"] = words["use"].format(package=owner_of(CONFIG_MAPPING[model_type]))
     text = BODY.format(
         **words,
         name=result.output.resolve().name,
         model_type=model_type,
-        heads="" if plain_class is None else " with composed heads",
+        heads=" with composed heads" if composed_in_place else "",
         origin=origin(arguments.init_from),
         measured=table(loss_rows(result)),
         training=table(training_rows(result)),

@@ -101,8 +101,6 @@ def read_model(source: Path, *, averaged: bool = False) -> "PreTrainedModel":
     import torch
     from transformers import CONFIG_MAPPING
 
-    from dynattn.modeling.other_models.composed_classes import composing_class
-
     from .model_config import AUTO_CLASSES
     from .outputs import checkpoint
     from .outputs.earlier_format import is_earlier_format, load_earlier_weights
@@ -113,7 +111,7 @@ def read_model(source: Path, *, averaged: bool = False) -> "PreTrainedModel":
     fields = {name.removeprefix("model."): value for name, value in fingerprint.items() if name.startswith("model.")}
     config = CONFIG_MAPPING[fields.pop("model_type")](**fields)
     auto_class = AUTO_CLASSES[fingerprint.get("objective", "causal_lm")]
-    model = composing_class(auto_class, config).from_config(config, dtype=torch.float32)
+    model = auto_class.from_config(config, dtype=torch.float32)
     if averaged and fingerprint.get("ema_decay") is None:
         raise UserError(f"{source} is of a run without ema_decay, which keeps no average; leave out --average")
     if is_earlier_format(source):

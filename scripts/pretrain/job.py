@@ -208,5 +208,4 @@ def save_model(trainer: Trainer, folder: Path, weights: dict[str, Tensor], resul
     model.save_pretrained(folder, state_dict=weights)
     save_tokenizer(tokenizer, folder, model.config, trainer.arguments.sequence_length)
     composed = getattr(model.config, "composed_heads", None) is not None
-    plain_class = model.plain_class.__name__ if composed else None
-    write_card(folder, trainer.arguments, result, model.config.model_type, plain_class)
+    write_card(folder, trainer.arguments, result, model.config.model_type, composed_in_place=composed)

@@ -17,7 +17,6 @@ from dynattn.modeling.layers.differential_heads import DifferentialHeads
 from dynattn.modeling.layers.head_composition import DynamicComposition
 from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS, default_implementation
 from dynattn.modeling.ops.dcmha.triton.kernels.registry import load_kernels
-from dynattn.modeling.other_models.composed_classes import composing_class
 from dynattn.modeling.other_models.interface_attention import check_makes_masks
 
 from ..common.checkpoint_loading import check_composed, check_loaded
@@ -180,14 +179,14 @@ def _load_or_initialize(arguments: PretrainArguments, config: PreTrainedConfig, 
         options["attn_implementation"] = arguments.attn_implementation
     if getattr(config, "composed_heads", None) is not None:
         check_makes_masks(arguments.attn_implementation)
-    model_class = composing_class(AUTO_CLASSES[arguments.objective], config)
+    auto_class = AUTO_CLASSES[arguments.objective]
     if arguments.init_from and not on_meta:
         source = arguments.init_from
-        model, info = model_class.from_pretrained(
+        model, info = auto_class.from_pretrained(
             source, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
         check_loaded(f"init_from={source}", info)
         check_composed(f"init_from={source}", config, info)
         return model
     with torch.device("meta") if on_meta else nullcontext():
-        return model_class.from_config(config, **options)
+        return auto_class.from_config(config, **options)

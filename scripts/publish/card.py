@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from transformers import PreTrainedConfig
 
-from dynattn.remote_code import PACKAGE, owner_of
+from dynattn.remote_code import owner_of
 
 from ..common.checkpoint_files import require_inside
 from ..common.errors import UserError, last_line
@@ -74,38 +74,18 @@ LIMITS = {
 - The images it was trained on decide what it can do; its answers may be wrong or biased.""",
 }
 
-USAGE_COMPOSED = """\
-## How to load
+COMPOSED = """\
+This is a `{plain}` of Transformers with composed heads. Transformers alone drops their weights with a warning.
 
-This is a `{plain}` of Transformers with composed heads. The code files of this repository add them, but Transformers
-never runs code by default: say so, after you have read the files, and pin the `revision` that you read when you load
-from the Hub. Otherwise Transformers drops the weights of the composition with a warning.
-
-```python
-from {library} import {imports}
-
-{load_remote}
-```
-"""
-
-USAGE_COMPOSED_WITH_PACKAGE = """
-With the `{package}` package installed, its own code is used:
-
-```python
-import {package}
-from {library} import {imports}
-
-{load}
-```
 """
 
 USAGE = """\
 ## How to load
 
-With the `{package}` package installed, its own code is used:
+{kind}With the `{package}` package installed, its own code is used:
 
 ```python
-import {package}  # registers the model type
+import {package}  # makes the model known to Transformers
 from {library} import {imports}
 
 {load}
@@ -142,7 +122,7 @@ def make_card(checkpoint: Checkpoint, arguments: PublishArguments) -> str:
         data.eval_results = merge_evaluation(data.eval_results or [], scores, data.model_name)
     if repo is not None:
         card.text = card.text.replace(PLACEHOLDER, _quote(repo))
-    if f"import {_package(checkpoint)}" not in card.text or "trust_remote_code=True" not in card.text:
+    if f"import {owner_of(type(checkpoint.config))}" not in card.text or "trust_remote_code=True" not in card.text:
         card.text = f"{card.text.rstrip()}\n\n{_usage(checkpoint, name)}"
     return str(card)
 
@@ -232,20 +212,14 @@ def _bibtex(paper: str) -> str:
 
 def _usage(checkpoint: Checkpoint, name: str) -> str:
     plain, sentence_class = checkpoint.plain_class, checkpoint.sentence_class
+    kind = "" if plain is None else COMPOSED.format(plain=plain.__name__)
     library = "transformers" if sentence_class is None else LIBRARY
     main, others = sentence_class or checkpoint.auto_class, _other_classes(checkpoint)
     call = main if sentence_class is not None else f"{main}.from_pretrained"
     load = partial(_load, name=name, others=others)
-    texts = {"library": library, "package": _package(checkpoint), "imports": ", ".join([main, *others])}
+    texts = {"library": library, "package": owner_of(type(checkpoint.config)), "imports": ", ".join([main, *others])}
     texts |= {"load": load(call), "load_remote": load(call, options=", trust_remote_code=True")}
-    if plain is None:
-        return USAGE.format(**texts)
-    usage = USAGE_COMPOSED.format(**texts, plain=plain.__name__)
-    if sentence_class is not None:  # that library cannot be told of a class
-        return usage
-    texts["imports"] = ", ".join([*others, plain.__name__])
-    texts["load"] = load(f"{PACKAGE}.with_composed_heads({plain.__name__}).from_pretrained")
-    return usage + USAGE_COMPOSED_WITH_PACKAGE.format(**texts)
+    return USAGE.format(**texts, kind=kind)
 
 
 def _other_classes(checkpoint: Checkpoint) -> list[str]:
@@ -266,11 +240,6 @@ def _load(call: str, name: str, others: list[str], options: str = "") -> str:
     variables = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "processor", "AutoProcessor": "processor"}
     calls = {"model": call, **{variables[cls]: f"{cls}.from_pretrained" for cls in others}}
     return "\n".join(f"{variable} = {call}({_quote(name)}{options})" for variable, call in calls.items())
-
-
-def _package(checkpoint: Checkpoint) -> str:
-    """The package whose code the model is of, apart from what is of Transformers."""
-    return PACKAGE if checkpoint.plain_class is not None else owner_of(type(checkpoint.config))
 
 
 def _quote(name: str) -> str:

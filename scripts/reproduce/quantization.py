@@ -115,16 +115,13 @@ def variants() -> dict[str, tuple[dict[str, Any], int]]:
 
 def load_variant(folder: Path, options: dict[str, Any], bits: int) -> tuple["PreTrainedModel", int]:
     """Loads a variant, saves it and loads it again; returns the reloaded model and the bytes of its weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    from dynattn.modeling.other_models.composed_classes import composing_class
-
-    model_class = composing_class(AutoModelForCausalLM, AutoConfig.from_pretrained(folder))
     with TemporaryDirectory() as saved:
-        model_class.from_pretrained(folder, **options).save_pretrained(saved)
+        AutoModelForCausalLM.from_pretrained(folder, **options).save_pretrained(saved)
         size = sum(path.stat().st_size for path in Path(saved).glob("*.safetensors"))
         device = {"device_map": options["device_map"]} if "device_map" in options else {}
-        model = model_class.from_pretrained(saved, **device).eval()
+        model = AutoModelForCausalLM.from_pretrained(saved, **device).eval()
     if bits:
         quantize_composition(model, bits)
     return model, size

@@ -14,7 +14,6 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_world_group
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
-from ...other_models.composed_classes import composing_class
 from ..paged_attention import LayerRows, PagedAttention
 from ..served_layers import run_on_pages, served_layers
 from .backend import ComposedPages
@@ -44,7 +43,7 @@ class ComposedForCausalLM(nn.Module):
             options: vLLM's `ModelConfig`.
         """
         if self.processes > 1 or is_quantized(options):
-            return self.load_decoder(AutoModelForCausalLM, options, attn_implementation=implementation)
+            return self.load_decoder(options, attn_implementation=implementation)
         with no_init_weights():
             decoder = AutoModelForCausalLM.from_config(
                 options.hf_config, dtype=options.dtype, attn_implementation=implementation
@@ -52,7 +51,7 @@ class ComposedForCausalLM(nn.Module):
         decoder.tie_weights()  # which Transformers does along with drawing initial weights
         return decoder
 
-    def load_decoder(self, auto_class: Any, options: Any, **given: Any) -> Any:
+    def load_decoder(self, options: Any, **given: Any) -> Any:
         """The model with its weights, or with this process's part of them, as Transformers loads it.
 
         Raises:
@@ -61,7 +60,7 @@ class ComposedForCausalLM(nn.Module):
         if self.processes > 1:
             os.environ["LOCAL_RANK"] = str(get_world_group().local_rank)  # of the device that Transformers chooses
             given["distributed_config"] = DistributedConfig(tp_size=self.processes)
-        decoder, report = auto_class.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             options.model,
             revision=options.revision,
             config=options.hf_config,
@@ -69,6 +68,7 @@ class ComposedForCausalLM(nn.Module):
             output_loading_info=True,
             **given,
         )
+        decoder, report = loaded
         if missing := sorted(report["missing_keys"]):
             raise ValueError(
                 f"the checkpoint {options.model} lacks weights ({len(missing)}), such as {missing[0]}; load it by "
@@ -119,7 +119,7 @@ class ComposedInPlaceForCausalLM(ComposedForCausalLM):
 
     def make_decoder(self, options: Any, implementation: str) -> Any:
         """The model with its weights: many checkpoints have other tensors than modules, which Transformers converts."""
-        return self.load_decoder(composing_class(AutoModelForCausalLM, options.hf_config), options)
+        return self.load_decoder(options)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits `[T, V]` of hidden states `[T, E]`, which some models scale, bound or normalize besides."""

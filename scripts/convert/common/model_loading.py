@@ -9,8 +9,6 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from dynattn.modeling.other_models.composed_classes import composing_class
-
 from ...common.checkpoint_files import read_config
 from ...common.checkpoint_loading import is_unknown, quiet_loading
 from ...common.errors import UserError, first_line, last_line, refusal_of
@@ -89,9 +87,7 @@ def load_for_probe(
     options = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": False, **TELLING}
     try:
         with quiet_loading():
-            known = AutoConfig.from_pretrained(folder, trust_remote_code=False) if config is None else config
-            model_class = composing_class(getattr(transformers, auto_class), known)
-            loaded: Any = model_class.from_pretrained(folder, config=config, **options)
+            loaded: Any = getattr(transformers, auto_class).from_pretrained(folder, config=config, **options)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(f"the model in {folder} does not load: {refusal_of(error)}") from error
     model, info = loaded

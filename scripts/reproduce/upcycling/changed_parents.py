@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from dynattn.modeling.other_models.composed_classes import composing_class
-
 from ...common.atomic_folder import staged_folder
 from ...common.checkpoint_files import TOKENIZER_PATTERNS, matching_files
 from ...common.errors import UserError
@@ -37,7 +35,7 @@ def widen_mlps(source: Path, destination: Path, like: Path, seed: int) -> None:
         )
 
     def make(config: Any) -> PreTrainedModel:
-        return composing_class(AutoModelForCausalLM, config).from_config(config)
+        return AutoModelForCausalLM.from_config(config)
 
     config.intermediate_size = matched_width(make, AutoConfig.from_pretrained(like), parent.config)
     with torch.random.fork_rng(devices=[]):
@@ -61,7 +59,7 @@ def compose_in_place(source: Path, destination: Path, groups: int, seed: int) ->
     config.composed_heads = {} if groups == 1 else {"compose_groups": groups}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        composed = composing_class(AutoModelForCausalLM, config).from_pretrained(source, config=config)
+        composed = AutoModelForCausalLM.from_pretrained(source, config=config)
     check_same_logits(AutoModelForCausalLM.from_pretrained(source), composed)
     _save(composed, source, destination)
 

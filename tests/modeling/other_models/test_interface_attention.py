@@ -25,9 +25,11 @@ from peft import IA3Config, LoraConfig, OFTConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
     BertConfig,
     BertLMHeadModel,
     ContinuousBatchingConfig,
@@ -54,6 +56,7 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
     MllamaForCausalLM,
@@ -78,8 +81,9 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM, compose_heads_of, with_composed_heads
+from dynattn.modeling.layers.head_composition import DynamicComposition
 from dynattn.modeling.other_models import composed_classes, interface_attention
-from dynattn.modeling.other_models.composed_classes import composed_name, composing_class
+from dynattn.modeling.other_models.composed_classes import composed_name
 from dynattn.modeling.other_models.interface_modules import projections_of
 from dynattn.modeling.other_models.side_generators import SideGenerators
 from dynattn.remote_code import plain_classes
@@ -533,12 +537,42 @@ def test_options_that_a_checkpoint_was_saved_with_stay(tmp_path: Path) -> None:
             with_composed_heads(LlamaForCausalLM, **options).from_pretrained(tmp_path)
 
 
+def test_auto_classes_load_the_heads_that_a_configuration_says_are_composed(tmp_path: Path) -> None:
+    model = with_composed_heads(LlamaForCausalLM, compose_rank=1)(LlamaConfig(**DECODER)).eval()
+    strengthen(model)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits)
+    inner = AutoModel.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(inner(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
+    assert type(AutoModelForCausalLM.from_config(loaded.config)) is type(loaded)
+    assert pickle.loads(pickle.dumps(loaded)).config.composed_heads == {"compose_rank": 1}
+    assert type(AutoModelForCausalLM.from_config(LlamaConfig(**DECODER))) is LlamaForCausalLM
+
+
+def test_a_class_whose_model_is_made_by_an_auto_class_has_composed_heads(tmp_path: Path) -> None:
+    """The classifier of a Llama makes its model so, from the same configuration."""
+    plain = LlamaForSequenceClassification(LlamaConfig(**DECODER)).eval()
+    plain.save_pretrained(tmp_path)
+    config = LlamaConfig(**DECODER, composed_heads={"compose_rank": 1})
+    for model_class in (AutoModelForSequenceClassification, LlamaForSequenceClassification):
+        model = model_class.from_pretrained(tmp_path, config=config).eval()
+        generators = [one for one in model.modules() if isinstance(one, DynamicComposition)]
+        assert len(generators) == config.num_hidden_layers
+        assert all(0 < one.factor_weight[..., :1, :].std() < 1 and not one.gate_weight.any() for one in generators)
+        torch.testing.assert_close(model(IDS).logits, plain(IDS).logits)
+
+
 def test_an_auto_class_has_several_composing_classes_or_none_for_a_configuration() -> None:
-    config = DeiTConfig(composed_heads={})
-    assert composing_class(AutoModelForImageClassification, config).__name__ == "ComposedDeiTForImageClassification"
+    config = DeiTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4, composed_heads={}
+    )
+    model = AutoModelForImageClassification.from_config(config)
+    assert type(model).__name__ == "ComposedDeiTForImageClassification"
     config.architectures = ["ComposedDeiTForImageClassificationWithTeacher"]
-    assert composing_class(AutoModelForImageClassification, config).__name__ == config.architectures[0]
-    assert composing_class(AutoModelForCausalLM, config) is AutoModelForCausalLM
+    assert type(AutoModelForImageClassification.from_config(config)).__name__ == config.architectures[0]
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        AutoModelForCausalLM.from_config(config)
 
 
 @pytest.fixture
@@ -560,7 +594,6 @@ def test_an_auto_class_loads_composed_heads_where_their_class_is_registered(regi
         loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
         assert type(loaded) is registered
         torch.testing.assert_close(loaded(IDS).logits, one(IDS).logits)
-    assert composing_class(AutoModelForCausalLM, model.config).plain_class is LlamaForCausalLM
     assert set(plain_classes(model.config).values()) == {LlamaForCausalLM}
 
 

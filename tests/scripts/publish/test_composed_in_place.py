@@ -39,6 +39,7 @@ from transformers import (
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from dynattn import with_composed_heads
 from dynattn.remote_code import write_code
@@ -88,11 +89,12 @@ def logits(model: PreTrainedModel) -> Tensor:
 def test_the_folders_code_and_the_package_answer_in_one_process(original: Path, published: Path) -> None:
     """Each copy of the code has an attention function of its own, also after the other one was loaded."""
     ours = with_composed_heads(LlamaForCausalLM).from_pretrained(original)
-    theirs = AutoModelForCausalLM.from_pretrained(published, trust_remote_code=True)
+    remote = get_class_from_dynamic_module("modeling_composed.ComposedLlamaForCausalLM", published)
+    theirs = remote.from_pretrained(published)
     assert type(theirs).__module__.startswith("transformers_modules.")
-    plain = AutoModelForCausalLM.from_pretrained(original)
+    plain = LlamaForCausalLM.from_pretrained(original)
     assert not torch.allclose(logits(plain), logits(ours), atol=0.01)
-    for model in (ours, theirs, with_composed_heads(LlamaForCausalLM).from_pretrained(published), ours):
+    for model in (ours, theirs, AutoModelForCausalLM.from_pretrained(published), ours):
         torch.testing.assert_close(logits(model), logits(ours), atol=0, rtol=0)
 
 
@@ -101,8 +103,8 @@ def test_a_card_says_how_both_are_loaded(original: Path, published: Path) -> Non
     assert card.data.pipeline_tag == "text-generation"
     assert set(card.data.tags) == {"dynattn", "llama", "custom_code", "arxiv:2405.08553"}
     assert "A `LlamaForCausalLM` with composed heads." in card.text and '| {"compose_rank": 2} |' in card.text
-    remote, ours = (text.partition("```")[0] for text in card.text.split("```python\n")[1:])
-    for block in (remote, ours):
+    ours, remote = (text.partition("```")[0] for text in card.text.split("```python\n")[1:])
+    for block in (ours, remote):
         names: dict[str, Any] = {}
         exec(block.replace("me/tiny", str(published)), names)
         expected = with_composed_heads(LlamaForCausalLM).from_pretrained(original)
@@ -214,7 +216,7 @@ def test_buffers_are_no_parameters(tmp_path: Path) -> None:
 
 def test_what_cannot_be_published_is_told_so(original: Path, tmp_path: Path) -> None:
     """A model that was loaded and saved by its class in Transformers has lost its composition, but not the field."""
-    AutoModelForCausalLM.from_pretrained(original).save_pretrained(tmp_path / "lost")
+    LlamaForCausalLM.from_pretrained(original).save_pretrained(tmp_path / "lost")
     with pytest.raises(
         UserError, match=r"the architecture 'LlamaForCausalLM' in .* is none of those that dynattn\.with"
     ):
