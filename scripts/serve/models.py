@@ -67,7 +67,7 @@ def show_composed_model_to_server(manager: ModelManager, name: str) -> None:
     """Makes the class of a model of Transformers with composed heads, if `name` is one, such an attribute, too.
 
     Raises:
-        ValueError: it also reads pictures or sound, for which the server takes the class from an Auto class.
+        ValueError: it also reads pictures or sound, which the server would not know of it by the name of its class.
     """
     place, revision = split_revision(name)
     config = AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=manager.trust_remote_code)
