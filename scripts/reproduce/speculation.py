@@ -90,6 +90,8 @@ def make_ways(arguments: SpeculationArguments, tokens_of: str) -> dict[str, dict
     Raises:
         UserError: a draft has another tokenizer, or the name and the size of another draft.
     """
+    from ..common.composition_observation import count_layers
+
     ways: dict[str, dict[str, Any]] = {PLAIN: {}}
     for draft in arguments.drafts:
         model, found = load(draft)
@@ -97,7 +99,7 @@ def make_ways(arguments: SpeculationArguments, tokens_of: str) -> dict[str, dict
             raise UserError(
                 f"{draft} has another tokenizer than {arguments.run}; give a draft that reads the same tokens"
             )
-        kind = "composed" if getattr(model.config, "composes", False) else "plain"
+        kind = "composed" if count_layers(model) else "plain"
         name = f"{kind} draft {Path(draft).resolve().name}, {model.num_parameters():,} parameters"
         if name in ways:
             raise UserError(f"two drafts are a {name}; rename the folder of one, or leave it out")

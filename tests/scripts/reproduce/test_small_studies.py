@@ -24,7 +24,7 @@ from dynattn.scripts.reproduce.quantization import (
     rounded,
     window_losses,
 )
-from dynattn.scripts.reproduce.speculation import compare_ways
+from dynattn.scripts.reproduce.speculation import SpeculationArguments, compare_ways, load, make_ways
 from dynattn.scripts.reproduce.study_files import TRAINED, claim_folder, describe_run, held_out_windows, write_study
 
 
@@ -95,6 +95,13 @@ def test_heads_that_are_composed_in_place_stay_composed_in_a_variant(tmp_path: P
     ids = torch.randint(97, (1, 9))
     loaded, _ = load_variant(tmp_path, {}, bits=0)
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+
+
+def test_drafts_with_heads_composed_in_place_are_called_composed(run: Path) -> None:
+    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    with_composed_heads(LlamaForCausalLM)(LlamaConfig(**sizes, num_hidden_layers=1)).save_pretrained(run / "model")
+    given = SpeculationArguments(run=str(run), drafts=[str(run)], output="unused")
+    assert any(name.startswith("composed draft run, ") for name in make_ways(given, load(str(run))[1]))
 
 
 def test_speculation_is_compared_on_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
