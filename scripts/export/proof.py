@@ -102,6 +102,8 @@ def exact_logits(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: T
     sequence = torch.cat([prompt, tokens[:, :-1]], dim=1)
     mask = torch.cat([mask, torch.ones_like(tokens[:, :-1])], dim=1)
     inputs = graph_inputs(sequence, mask, DynamicCache())
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # their default has no float64
     with exportable_attention(model.double()):
         return model(**inputs).logits[:, prompt.shape[1] - 1 :]
 

@@ -15,7 +15,15 @@ from cases.checkpoints import edit_config, save_tokenizer
 from cases.models import make_model
 from cases.versions import needs_transformers
 from cases.vision_models import strengthen
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 
 from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCausalLM, with_composed_heads
 from dynattn.modeling.caches.names import cache_in
@@ -24,19 +32,23 @@ from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.export.formats import FORMATS
 from dynattn.scripts.export.graphs import dynamic_shapes, exportable_attention, graph_inputs
 from dynattn.scripts.export.job import quiet
-from dynattn.scripts.export.proof import Generated, compare, load_written, make_prompt
+from dynattn.scripts.export.proof import Generated, compare, exact_logits, load_written, make_prompt
 
 NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino",), "executorch": ("executorch",)}
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 # Large weights: with small ones, greedy tokens repeat and the composition hardly matters.
 LARGE = {"initializer_range": 0.3}
+EXPERTS = {"num_key_value_heads": 2, "num_local_experts": 4}
 ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
 
 
 def composed_llama(**fields: Any) -> PreTrainedModel:
-    """A model of Transformers with composed heads."""
+    """A model of Transformers with composed heads, and with experts if `fields` have them: then it is a Mixtral."""
     sizes: dict[str, Any] = {**SMALL, **LARGE, "intermediate_size": 48, "max_position_embeddings": 128, "head_dim": 8}
-    model = with_composed_heads(LlamaForCausalLM, compose_rank=2)(LlamaConfig(**sizes, **fields)).eval()
+    has_experts = "num_local_experts" in fields
+    plain = MixtralForCausalLM if has_experts else LlamaForCausalLM
+    config = MixtralConfig if has_experts else LlamaConfig
+    model = with_composed_heads(plain, compose_rank=2)(config(**sizes, **fields)).eval()
     strengthen(model)
     return model
 
@@ -44,6 +56,8 @@ def composed_llama(**fields: Any) -> PreTrainedModel:
 def make(family: str) -> PreTrainedModel:
     if family == "composed-llama":
         return composed_llama()
+    if family == "composed-mixtral":
+        return composed_llama(**EXPERTS)
     if family == "dcformer":
         return make_model(**ONE_LAYER)
     if family == "dcpythia":
@@ -136,7 +150,7 @@ def test_axes_vary_up_to_the_limits_of_a_format() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["dcformer", "dcpythia", "rcmha", "rcmha-all", "composed-llama"])
+@pytest.mark.parametrize("family", ["dcformer", "dcpythia", "rcmha", "rcmha-all", "composed-llama", "composed-mixtral"])
 @pytest.mark.parametrize("target", ["torch", *NEEDED])
 def test_every_format_generates_what_pytorch_generates(target: str, family: str, tmp_path: Path) -> None:
     for package in ("transformers.exporters", *NEEDED.get(target, ())):
@@ -180,6 +194,16 @@ def test_other_tokens_and_other_logits_are_refused() -> None:
         compare(Generated(right.tokens, rounded + 1e-4), right, exact, prompt=3)
     with pytest.raises(UserError, match="logits differ"):
         compare(Generated(right.tokens, rounded * torch.nan), right, exact, prompt=3)
+
+
+@torch.no_grad()
+def test_exact_logits_of_experts_are_those_of_the_model() -> None:
+    """Whose implementation by default computes in no float64."""
+    model, (prompt, mask) = composed_llama(**EXPERTS), make_prompt(make("composed-llama").config, tokens=3, seed=0)
+    expected = model(prompt[:1]).logits[:, -1:]
+    exact = exact_logits(model, prompt, mask, torch.zeros(2, 1, dtype=torch.long))[:1]
+    torch.testing.assert_close(exact.float(), expected, atol=1e-4, rtol=1e-4)
+    assert exact.dtype == torch.float64
 
 
 def test_prompts_reach_beyond_the_window_and_fit_the_positions() -> None:
