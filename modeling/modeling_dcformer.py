@@ -53,8 +53,9 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
         self.self_attn = ComposedAttention(config, layer_idx)
         self.mlp = DCFormerMLP(config)
         make_norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = make_norm()
+        # Trainer and the first version's checkpoints number weights in the order in which layers have them.
         self.input_layernorm = make_norm() if config.norm_placement == "input" else None
+        self.post_attention_layernorm = make_norm()
         self.post_feedforward_layernorm = make_norm() if config.norm_placement == "output" else None
 
     @takes_either_name

@@ -75,9 +75,7 @@ def parameter_groups(model: nn.Module, arguments: PretrainArguments) -> list[dic
     an embedding gets a gradient only when its token occurs, but would be decayed at every step. The decay is divided by
     `rate_factor`, with which the optimizer multiplies it again as a part of the learning rate.
     """
-    embeddings = {
-        weight for module in model.modules() if isinstance(module, nn.Embedding) for weight in module.parameters()
-    }
+    embeddings = embedding_weights(model)
     apart = set(composition_weights(model)) if arguments.treats_composition_apart else set()
     orthogonal = set(hidden_matrices(model)) if arguments.optimizer == "muon" else set()
     factors = rate_factors(model, arguments.base_width, orthogonal)
@@ -87,7 +85,6 @@ def parameter_groups(model: nn.Module, arguments: PretrainArguments) -> list[dic
             is_matrix = weight.ndim >= 2 and not name.endswith(("bias", "position_embeddings"))
             decays = is_matrix and weight not in embeddings
             groups[weight in apart, not decays, weight in orthogonal, factors.get(weight, 1.0)].append(weight)
-    # The order matters: checkpoints of the earliest versions number the weights in it.
     return [
         {
             "params": groups[composes, is_kept, orthogonalize, factor],
@@ -98,6 +95,11 @@ def parameter_groups(model: nn.Module, arguments: PretrainArguments) -> list[dic
         }
         for composes, is_kept, orthogonalize, factor in sorted(groups)
     ]
+
+
+def embedding_weights(model: nn.Module) -> set[Tensor]:
+    """The weights of all embeddings, and so of a head that is tied to them."""
+    return {weight for module in model.modules() if isinstance(module, nn.Embedding) for weight in module.parameters()}
 
 
 def hidden_matrices(model: nn.Module) -> list[Tensor]:

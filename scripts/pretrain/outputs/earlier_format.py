@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from ..optimizer import embedding_weights
 from .training_state import give_states
 
 OPTIMIZER_FILE = "optimizer.bin"
@@ -35,7 +36,7 @@ def load_earlier(folder: Path, model: nn.Module, optimizer: Optimizer, process: 
     # A process that did not exist when the checkpoint was saved keeps its own.
     states = load_without_code(random_states) if random_states.exists() else {}
     load_earlier_weights(folder, model)
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    weights = numbered_weights(model, optimizer)
     give_states(
         optimizer,
         {
@@ -49,6 +50,18 @@ def load_earlier(folder: Path, model: nn.Module, optimizer: Optimizer, process: 
         torch.set_rng_state(states["torch_manual_seed"])
         if "torch_cuda_manual_seed" in states:
             torch.cuda.set_rng_state_all(states["torch_cuda_manual_seed"])
+
+
+def numbered_weights(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    """The weights that learn, in the order in which these versions numbered them.
+
+    Their groups were: matrices, among them tables of positions and biases of heads, which no longer decay; the rest;
+    and, if it was treated apart, the composition.
+    """
+    groups = {weight: group for group in optimizer.param_groups for weight in group["params"]}
+    embeddings = embedding_weights(model)
+    learning = [weight for weight in model.parameters() if weight in groups]
+    return sorted(learning, key=lambda weight: (groups[weight]["composes"], weight.ndim < 2 or weight in embeddings))
 
 
 def load_earlier_weights(folder: Path, model: nn.Module) -> None:
