@@ -136,7 +136,14 @@ def check_same_run(path: Path, fingerprint: Fingerprint) -> None:
         raise UserError(
             f"cannot resume from {path} because this changed: {changes}; change it back, or start a new run in another "
             f"output folder (init_from takes over trained weights){split if 'global_batch' in names else ''}"
+            f"{_template_of(path) if 'tokenizer' in names and ' chat ' in stored['tokenizer'] else ''}"
         )
+
+
+def _template_of(path: Path) -> str:
+    """Says where the chat template of a checkpoint's run is: a run of another version may have another shipped one."""
+    template = path.resolve().parents[1] / "tokenizer" / "chat_template.jinja"
+    return f"; the run's chat template is {template} (chat_template takes it)" if template.is_file() else ""
 
 
 def is_extended(state: Mapping[str, Any], fingerprint: Fingerprint) -> bool:
