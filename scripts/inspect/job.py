@@ -94,8 +94,8 @@ def check_composes(model: PreTrainedModel, name: str) -> None:
     """Raises UserError for a model without composed heads."""
     if not count_layers(model):
         raise UserError(
-            f"{name} ({model.config.model_type}) composes no heads; inspect shows composition, so give a "
-            "DCFormer or DCPythia with composition"
+            f"{name} ({model.config.model_type}) composes no heads; inspect shows composition, so give a DCFormer, a "
+            "DCPythia or a model of with_composed_heads that composes them"
         )
 
 

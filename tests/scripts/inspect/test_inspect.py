@@ -258,7 +258,8 @@ def test_a_model_without_composition_is_refused(tmp_path: Path, capsys: pytest.C
     make_model(compose_pre=False, compose_post=False, vocab_size=300).save_pretrained(tmp_path / "plain")
     save_tokenizer(tmp_path / "plain")
     assert main(["inspect", str(tmp_path / "plain"), "--output", str(tmp_path / "seen")]) == 2
-    assert "(dcformer) composes no heads" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "(dcformer) composes no heads" in message and "a model of with_composed_heads" in message
 
 
 def test_settings_that_training_may_leave_change_nothing(tmp_path: Path) -> None:
