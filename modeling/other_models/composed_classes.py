@@ -101,6 +101,13 @@ class ComposedModel(PreTrainedModel):
         """As the plain class: Transformers fills no buffers of other code from modules that have no weights."""
         return cls.plain_class.is_custom_code()
 
+    def _get_dtype_plan(self, dtype: Any) -> dict[str, Any]:
+        """As in Transformers, which searches the names of weights for those that stay in float32.
+
+        It takes their dots for any character, so that `gate.weight` of experts would be `gate_weight` of a composition.
+        """
+        return {name.replace(".", r"\."): kept for name, kept in super()._get_dtype_plan(dtype).items()}
+
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         """As the plain class, whose module Transformers searches for experts; here it would search this module."""
