@@ -21,6 +21,7 @@ from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.evaluate import long_suite, own_text
 from dynattn.scripts.evaluate import results as results_module
+from dynattn.scripts.evaluate.loading import check_dtype
 from dynattn.scripts.evaluate.long_context import score_windows
 from dynattn.scripts.evaluate.own_text import Scores, score_texts, summarize
 from dynattn.scripts.evaluate.results import write_files
@@ -78,6 +79,17 @@ def test_scores_that_are_not_numbers_are_refused(checkpoints: list[str], tokeniz
         score_texts(model, tokenizer, DOCUMENTS, max_length=16)
     with pytest.raises(UserError, match="the model's logits are NaN"):
         score_windows(model, [[1, 2, 3]])
+
+
+def test_a_dtype_that_quantized_weights_do_not_get_is_refused(checkpoints: list[str]):
+    """Transformers loads what bitsandbytes has quantized in the dtype in which it was saved."""
+    model = LlamaForCausalLM.from_pretrained(checkpoints[0])
+    check_dtype("here", model, "bfloat16")
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    for asked in ("auto", "float32"):
+        check_dtype("here", model, asked)
+    with pytest.raises(UserError, match="here has quantized weights, with which Transformers computes in float32"):
+        check_dtype("here", model, "bfloat16")
 
 
 def test_a_tokenizer_that_adds_bos_gives_the_same_scores(checkpoints: list[str], tokenizer: PreTrainedTokenizerFast):
