@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from dynattn.families import FAMILIES
 from dynattn.modeling.positions.rotary import batch_dependent_rope
@@ -18,8 +18,8 @@ def load_checkpoint(folder: Path) -> PreTrainedModel:
     """Returns the causal language model in `folder`, in evaluation mode on the CPU.
 
     Raises:
-        UserError: it is not of this package, has no causal language model, has a memory or rotary embedding that cannot
-            be exported, is quantized, or is damaged.
+        UserError: it is not of this package, has no causal language model, has a memory, rotary embedding or layers
+            that cannot be exported, is quantized, or is damaged.
     """
     config = read_config(folder)
     model_type, composed = config.get("model_type"), config.get("composed_heads") is not None
@@ -47,6 +47,7 @@ def load_checkpoint(folder: Path) -> PreTrainedModel:
     model, info = loaded
     check_loaded(str(folder), info, exactly=True)
     refuse_batch_dependent_rope(model.config, folder)
+    refuse_states(model.config, folder)
     return model.eval()
 
 
@@ -65,4 +66,13 @@ def refuse_batch_dependent_rope(config: Any, folder: Path) -> None:
         raise UserError(
             f"{folder} has rope_type {rope_type!r}, which chooses other angles for longer texts, and a graph cannot; "
             "export a model with another rope_type, such as yarn or linear"
+        )
+
+
+def refuse_states(config: PreTrainedConfig, folder: Path) -> None:
+    """Raises UserError for layers that keep more than keys and values, as in Falcon-H1: graphs have no place for it."""
+    if any(hasattr(layer, "update_conv_state") for layer in DynamicCache(config=config).layers):
+        raise UserError(
+            f"{folder} has layers of linear attention or convolutions, whose states are in no cache of the graphs; "
+            "only models whose layers all attend can be exported"
         )

@@ -18,6 +18,8 @@ from cases.vision_models import strengthen
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -258,6 +260,14 @@ LONGROPE = {"factor": 2.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, 
 
 
 @needs_transformers("5.23")
+def test_layers_with_states_of_linear_attention_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    states = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 8}
+    config = FalconH1Config(**SMALL, **states, intermediate_size=48, num_key_value_heads=2)
+    with_composed_heads(FalconH1ForCausalLM)(config).save_pretrained(tmp_path / "model")
+    assert main(["export", "torch", str(tmp_path / "model"), str(tmp_path / "graphs")]) == 2
+    assert "has layers of linear attention or convolutions" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope", **LONGROPE}])
 def test_angles_that_depend_on_the_batch_are_refused(
     rope: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
