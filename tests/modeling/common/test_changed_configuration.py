@@ -17,12 +17,20 @@ def read(model: Any, ids: Tensor) -> list[Tensor]:
     return [model(ids, use_cache=False).logits, model(ids).logits, *(decode(model, ids, cache) for cache in caches)]
 
 
-@pytest.mark.parametrize("window", [5, 14])
-def test_windows_are_those_of_a_changed_configuration(window: int) -> None:
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("sliding_window", 5),
+        ("sliding_window", 14),
+        ("layer_types", ["full_attention"] * 3),
+        ("layer_types", ["full_attention", "sliding_attention", "full_attention"]),
+    ],
+)
+def test_windows_are_those_of_a_changed_configuration(field: str, value: Any) -> None:
     """Masks and caches are made by the configuration, so layers must not keep windows of their own."""
     model, ids = make_model(), torch.arange(25)[None]
-    expected = read(make_model(sliding_window=window), ids)[0]
-    model.config.sliding_window = window
+    expected = read(make_model(**{field: value}), ids)[0]
+    setattr(model.config, field, value)
     for logits in read(model, ids):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
