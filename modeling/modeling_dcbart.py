@@ -145,9 +145,9 @@ class DCBartDecoder(Seq2SeqDecoderBody, DCBartStack):
 
     def prepare_cache(self, cache: EncoderDecoderCache) -> None:
         """Makes the caches also keep composition factors, where there are any that the key token generates."""
-        parts = {"decoder": cache.self_attention_cache, "cross": cache.cross_attention_cache}
-        for place, part in parts.items():
-            if self.config.composes_in(place) and self.config.composes_keys:
+        parts = {"self_attn": cache.self_attention_cache, "cross_attn": cache.cross_attention_cache}
+        for name, part in parts.items():
+            if any(getattr(layer, name).composes_keys for layer in self.layers):
                 upgrade_to_composed_cache(part)
 
 

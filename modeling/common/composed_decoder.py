@@ -57,7 +57,8 @@ class ComposedDecoderBody(DecoderBody):
 
     def prepare_cache(self, cache: Cache) -> None:
         """Makes `cache`, in place, also keep key-side composition factors and phases of CARoPE, if there are any."""
-        if self.config.composes_keys:
+        layers: Any = self.layers
+        if any(layer.self_attn.composes_keys for layer in layers):
             upgrade_to_composed_cache(cache)
         if "carope" in self.config.schemes:
             make_room_for_phases(cache, self.config)

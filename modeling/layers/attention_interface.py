@@ -179,6 +179,16 @@ def check_implementation(config: Any, name: str) -> None:
         resolve_implementation(name, composed=True)
 
 
+def check_composing(name: str) -> None:
+    """Raises ValueError if an implementation would ignore the composition of a layer.
+
+    A layer asks for itself, because its weights compose whatever has become of the configuration since it was made.
+    Functions that others registered may compose heads.
+    """
+    if name not in COMPOSING_IMPLEMENTATIONS and not _is_registered_by_others(name):
+        resolve_implementation(name, composed=True)
+
+
 def _is_registered_by_others(name: str) -> bool:
     """Whether Transformers knows an attention function of this name, and it is not its own."""
     function = ALL_ATTENTION_FUNCTIONS.get(name)

@@ -13,7 +13,7 @@ from ..ops.dtypes import at_least_float32
 from ..ops.modes import autocast
 from ..positions.carope import ContentRotary, last_phases, pack_phases
 from ..positions.rotary import rotate, rotates_layer
-from .attention_interface import attention_function_of, own_attention_function
+from .attention_interface import attention_function_of, check_composing, own_attention_function
 from .differential_heads import DifferentialHeads
 from .head_composition import PackedFactors, make_generators
 from .rms_norm import JointRMSNorm, RMSNorm
@@ -130,6 +130,7 @@ class ComposedAttention(nn.Module):
         attend = find(name) if self.map_hooks is None else self.map_hooks.attend
         stages: dict[str, Composition | None] = {}
         if self.composition is not None:
+            check_composing(name)
             stages["pre"], stages["post"] = self.composition.assemble(factors)
         if self.differential is not None:
             stages["post"] = self.differential(stages["post"])
@@ -163,6 +164,11 @@ class ComposedAttention(nn.Module):
         if self.is_cross_attention or not is_sliding(self.config, self.layer_idx):
             return None
         return self.config.sliding_window if self.is_causal else self.config.sliding_window + 1
+
+    @property
+    def composes_keys(self) -> bool:
+        """Whether factors are generated from keys, too, so that caches keep them."""
+        return "key" in getattr(self.key_composition or self.composition, "sides", ())
 
     def project(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import seq2seq
 from cases.models import decode, make_model
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
@@ -35,11 +36,29 @@ def test_windows_are_those_of_a_changed_configuration(field: str, value: Any) ->
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("stage", ["pre", "post"])
-def test_stages_stay_those_that_the_weights_were_made_for(stage: str) -> None:
-    """Factors that come through a cache were once divided among the stages of the changed configuration."""
+@pytest.mark.parametrize("names", [("pre",), ("post",), ("pre", "post"), ("key_wise",), ("low_rank", "gate")])
+def test_composition_stays_as_the_weights_were_made_for_it(names: tuple[str, ...]) -> None:
+    """Caches once left out factors, or divided them among stages, as the changed configuration says."""
     model, ids = make_model(), torch.arange(25)[None]
     expected = read(copy.deepcopy(model), ids)[0]
-    setattr(model.config, f"compose_{stage}", False)
+    for name in names:
+        setattr(model.config, f"compose_{name}", False)
     for logits in read(model, ids):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_caches_of_an_encoder_decoder_keep_the_factors_of_its_weights() -> None:
+    model, source, target = seq2seq.make_model(), seq2seq.random_tokens(1, 7), seq2seq.random_tokens(1, 5)
+    expected = seq2seq.whole(model, source, target)
+    model.config.compose_key_wise = False
+    torch.testing.assert_close(seq2seq.in_steps(model, source, target), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_no_implementation_ignores_the_composition_of_finished_layers() -> None:
+    """Transformers' functions were accepted where only the configuration had lost its composition."""
+    model = make_model()
+    model.config.compose_pre = model.config.compose_post = False
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="implementation 'sdpa' cannot compose heads"):
+        model(torch.arange(5)[None])
