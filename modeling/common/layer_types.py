@@ -1,6 +1,7 @@
 """The type of each layer: whether its tokens see all others or a window."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -25,4 +26,17 @@ def typed_layers(layers: nn.ModuleList, config: PreTrainedConfig) -> Iterator[tu
             f"layer_types in the configuration has {len(layer_types)} entries for {count} layers; add those of the new "
             "layers"
         )
+    for layer, layer_type in zip(layers, layer_types[:count], strict=False):
+        _set_type(layer, layer_type)
     return zip(layers, layer_types[:count], strict=False)
+
+
+def _set_type(layer: nn.Module, layer_type: str) -> None:
+    """Lets the attention of a layer slide if its type, which may have changed since it was made, says so.
+
+    It is done here, because layers that are compiled by themselves would be compiled once for each index.
+    """
+    attention: Any = getattr(layer, "self_attn", None)
+    slides = layer_type == "sliding_attention"
+    if getattr(attention, "slides", slides) != slides:
+        attention.slides = slides

@@ -46,7 +46,7 @@ class ComposedAttention(nn.Module):
         self.head_dim: int = config.head_dim
         self.scaling = self.head_dim**-0.5 if config.attention_scaling is None else config.attention_scaling
         self.attention_dropout = config.attention_dropout
-        self.is_cross_attention = is_cross_attention
+        self.slides = not is_cross_attention and is_sliding(config, layer_idx)
         self.is_causal = is_causal and not is_cross_attention  # Transformers' attention functions read it as well
         hidden, bias = config.hidden_size, config.attention_bias
         query_size, key_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
@@ -157,11 +157,11 @@ class ComposedAttention(nn.Module):
     def sliding_window(self) -> int | None:
         """The window as the ops count it, the token itself included; None where the layer sees everything.
 
-        It is read anew, because masks and caches follow a changed configuration, both its `sliding_window` and its
-        `layer_types`. Transformers' attention functions read it as well; for bidirectional models it counts
-        `sliding_window` tokens on either side, without itself.
+        It is read anew, because masks and caches follow a changed configuration, and `typed_layers` keeps `slides` up
+        to date. Transformers' attention functions read it as well; for bidirectional models it counts `sliding_window`
+        tokens on either side, without itself.
         """
-        if self.is_cross_attention or not is_sliding(self.config, self.layer_idx):
+        if not self.slides:
             return None
         return self.config.sliding_window if self.is_causal else self.config.sliding_window + 1
 
