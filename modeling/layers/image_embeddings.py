@@ -23,7 +23,9 @@ class ImageEmbeddings(nn.Module):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         self.config = config
-        hidden, (rows, columns) = config.hidden_size, config.grid
+        # Kept for the learned positions, which stay as they are when the configuration of a finished model is changed.
+        self.image_size, self.grid = config.image_size, config.grid
+        hidden, (rows, columns) = config.hidden_size, self.grid
         patch = config.patch_shape
         self.patch_embeddings = nn.Conv2d(config.num_channels, hidden, kernel_size=patch, stride=patch)
         self.class_token = _token(1, hidden, config.use_class_token)
@@ -71,7 +73,7 @@ class ImageEmbeddings(nn.Module):
             ValueError: the grid differs, and interpolation is not allowed.
         """
         assert self.position_embeddings is not None
-        own = self.config.grid
+        own = self.grid
         interpolate = self.config.interpolate_pos_encoding if interpolate is None else interpolate
         # A traced program serves images of all sizes, so it also interpolates to its own size, which changes nothing.
         serves_all = interpolate and (torch.compiler.is_exporting() or torch.jit.is_tracing())
@@ -81,7 +83,7 @@ class ImageEmbeddings(nn.Module):
             height, width = (count * size for count, size in zip((rows, columns), self.config.patch_shape, strict=True))
             raise ValueError(
                 f"the images are {height} x {width} pixels and learned positions are for image_size "
-                f"{self.config.image_size}; pass interpolate_pos_encoding=True, or resize the images"
+                f"{self.image_size}; pass interpolate_pos_encoding=True, or resize the images"
             )
         placed, patches = self.position_embeddings.split([prefix, own[0] * own[1]], dim=1)
         # In at least float32, because bicubic resampling in half precision would shift the positions. Channels are last

@@ -10,6 +10,8 @@ from cases.models import decode, make_model
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
+from dynattn import DCViTConfig, DCViTModel
+
 
 @torch.no_grad()
 def read(model: Any, ids: Tensor) -> list[Tensor]:
@@ -62,3 +64,12 @@ def test_no_implementation_ignores_the_composition_of_finished_layers() -> None:
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="implementation 'sdpa' cannot compose heads"):
         model(torch.arange(5)[None])
+
+
+@torch.no_grad()
+def test_learned_positions_of_images_stay_those_of_their_grid() -> None:
+    fields = {"position_embedding_type": "learned", "interpolate_pos_encoding": True}
+    model, pixels = DCViTModel(DCViTConfig.from_size("tiny", **fields)).eval(), torch.randn(1, 3, 32, 32)
+    expected = model(pixels).last_hidden_state
+    model.config.image_size = 32
+    torch.testing.assert_close(model(pixels).last_hidden_state, expected)
