@@ -131,18 +131,26 @@ class ComposedModel(PreTrainedModel):
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     def initialize_weights(self) -> None:
-        """Draws the weights that a checkpoint lacks; the models within draw theirs without those of composition."""
+        """Draws the weights that a checkpoint lacks."""
         _tell_of_other_writers(self)
         super().initialize_weights()
-        for module in self.modules():
-            if isinstance(module, DynamicComposition):
-                self._init_weights(module)
+
+    def _initialize_weights(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """As in Transformers, which calls it for this model after all modules, also within another model.
+
+        Only now those of composition are drawn, because models within this one would not know them. A model that had
+        its weights before another one took it in keeps them.
+        """
+        has_weights = getattr(self, "_is_hf_initialized", False)
+        super()._initialize_weights(module, *args, **kwargs)
+        if module is self and not has_weights:
+            for generator in self.modules():
+                if isinstance(generator, DynamicComposition):
+                    init_composition(generator, scale=0.0)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """As the plain class; Transformers calls it alone where this model is within a plain one."""
-        if isinstance(module, DynamicComposition):
-            init_composition(module, scale=0.0)
-        else:
+        """As the plain class, which does not know the modules of composition."""
+        if not isinstance(module, DynamicComposition):
             super()._init_weights(module)
 
 

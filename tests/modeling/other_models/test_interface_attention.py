@@ -39,6 +39,8 @@ from transformers import (
     DiffLlamaConfig,
     DiffLlamaForCausalLM,
     DynamicCache,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
     FalconH1Config,
     FalconH1ForCausalLM,
     Gemma2Config,
@@ -561,6 +563,36 @@ def test_a_class_whose_model_is_made_by_an_auto_class_has_composed_heads(tmp_pat
         assert len(generators) == config.num_hidden_layers
         assert all(0 < one.factor_weight[..., :1, :].std() < 1 and not one.gate_weight.any() for one in generators)
         torch.testing.assert_close(model(IDS).logits, plain(IDS).logits)
+
+
+@pytest.fixture
+def marked_memory() -> Iterator[None]:
+    """New memory holds NaN, so that weights that nothing draws are seen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_parts_made_by_auto_classes_start_as_the_identity_and_keep_what_they_learned(
+    marked_memory: None, tmp_path: Path
+) -> None:
+    """The decoder's attention is in a BERT within its part, which knows no weights of composition."""
+    sizes = {**SIZES, "vocab_size": 97, "attention_probs_dropout_prob": 0.0}
+    configs = [BertConfig(**sizes), BertConfig(**sizes, is_decoder=True, add_cross_attention=True)]
+    plain = EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(*configs)).eval()
+    plain.save_pretrained(tmp_path)
+    for config in configs:
+        config.composed_heads = {}
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(*configs)
+    model = EncoderDecoderModel.from_pretrained(tmp_path, config=config).eval()
+    assert len([one for one in model.modules() if isinstance(one, DynamicComposition)]) == 8
+    torch.testing.assert_close(model(IDS, decoder_input_ids=IDS).logits, plain(IDS, decoder_input_ids=IDS).logits)
+    encoder = AutoModel.from_config(configs[0])
+    strengthen(encoder)
+    learned = copy.deepcopy(encoder.state_dict())
+    EncoderDecoderModel(encoder=encoder, decoder=model.decoder)
+    for name, weight in encoder.state_dict().items():
+        torch.testing.assert_close(weight, learned[name], msg=name, atol=0, rtol=0)
 
 
 def test_an_auto_class_has_several_composing_classes_or_none_for_a_configuration() -> None:
