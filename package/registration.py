@@ -63,12 +63,14 @@ def register_models(modeling_auto: ModuleType) -> None:
 def find_composed_classes(auto_factory: Any) -> None:
     """Makes Auto classes return a class with composed heads where the configuration has `composed_heads`.
 
-    Such a configuration is that of a model of Transformers, whose plain class would leave out the composition.
+    Such a configuration is that of a model of Transformers, whose plain class would leave out the composition. Some
+    Auto classes make a model of the part of a configuration that is for texts.
     """
     find = auto_factory._get_model_class
 
     def find_class(config: Any, models: Any) -> Any:
-        if getattr(config, "composed_heads", None) is None:
+        parts = (config, getattr(config, "text_config", None))
+        if all(getattr(part, "composed_heads", None) is None for part in parts):
             return find(config, models)
         return import_module("dynattn.modeling.other_models.composed_classes").composing_class(find, config, models)
 

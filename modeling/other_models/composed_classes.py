@@ -1,6 +1,7 @@
 """Classes of models of Transformers with composed heads, and which one a configuration asks for."""
 
 import copy
+import json
 import uuid
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -29,8 +30,8 @@ logger = logging.get_logger(__name__)
 
 # Options that a model may have otherwise than the one whose configuration and weights it loads.
 OWN_OPTIONS = ("implementation", "dropout", "compose_dropout", "compose_init_scale")
-# Options that change outputs, but no weights by which a difference would be noticed.
-UNSEEN_OPTIONS = ("compose_act", "compose_norm_eps")
+# The defaults of options that change outputs, but no weights by which a difference would be noticed.
+UNSEEN_OPTIONS = {name: getattr(MultiheadConfig, name) for name in ("compose_act", "compose_norm_eps")}
 PREFIX = "Composed"  # of the names of classes with composed heads
 # The classes that this process has made, or got with a pickled model, by their keys.
 MADE: WeakValueDictionary[str, type] = WeakValueDictionary()
@@ -218,7 +219,7 @@ def _chosen_options(given: dict[str, Any], kept: Any) -> dict[str, Any]:
         return dict(given)
     if not isinstance(kept, dict):
         raise ValueError(f"composed_heads ({kept}) must be options of compose_heads_of, or {{}} for its defaults")
-    known = {**{name: getattr(MultiheadConfig, name) for name in UNSEEN_OPTIONS}, **kept}
+    known = {**UNSEEN_OPTIONS, **kept}
     if changed := [name for name in given if name not in OWN_OPTIONS and given[name] != known.get(name, given[name])]:
         asked = {name: given[name] for name in changed}
         raise ValueError(
@@ -234,9 +235,9 @@ def composed_name(plain: str) -> str:
 
 
 def composing_class(find: Callable[[Any, Any], Any], config: Any, models: Any) -> Any:
-    """The class that an Auto class returns for a configuration with `composed_heads`.
+    """The class that an Auto class returns for a configuration that has `composed_heads`, or whose text's part has.
 
-    It is the plain one where Transformers makes a model of a part of the configuration alone, which lacks the field.
+    Where Transformers makes a model of that part alone, which lacks the field, the class has the options of the whole.
 
     Args:
         find: the function of Transformers that finds a class.
@@ -245,14 +246,19 @@ def composing_class(find: Callable[[Any, Any], Any], config: Any, models: Any) -
     plain_config = copy.copy(config)
     plain_config.architectures = [name.removeprefix(PREFIX) for name in config.architectures or ()]
     found = find(plain_config, models)
-    of_text = found.config_class is config.sub_configs.get("text_config")
-    return found if of_text or hasattr(found, "plain_class") else _with_options_of_configuration(found)
+    text = config.sub_configs.get("text_config")
+    of_text = text is not None and found.config_class is text
+    kept = getattr(config.text_config if of_text else config, "composed_heads", None)
+    if hasattr(found, "plain_class") or (kept is None and not of_text):
+        return found
+    options = UNSEEN_OPTIONS | _chosen_options({}, config.composed_heads) if kept is None else {}
+    return _class_with_options(found, json.dumps(options, sort_keys=True))
 
 
 @cache
-def _with_options_of_configuration(model_class: type) -> type:
-    """The one class of this process for all models that Auto classes return for a plain class."""
-    return with_composed_heads(model_class)
+def _class_with_options(model_class: type, options: str) -> type:
+    """The one class of this process for all models that Auto classes return for a plain class and these options."""
+    return with_composed_heads(model_class, **json.loads(options))
 
 
 def plain_models(auto_class: Any, config_class: type) -> list[Any]:

@@ -61,7 +61,9 @@ from transformers import (
     LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
+    MllamaConfig,
     MllamaForCausalLM,
+    MllamaForConditionalGeneration,
     MllamaTextConfig,
     Pix2StructConfig,
     Pix2StructForConditionalGeneration,
@@ -563,6 +565,25 @@ def test_a_class_whose_model_is_made_by_an_auto_class_has_composed_heads(tmp_pat
         assert len(generators) == config.num_hidden_layers
         assert all(0 < one.factor_weight[..., :1, :].std() < 1 and not one.gate_weight.any() for one in generators)
         torch.testing.assert_close(model(IDS).logits, plain(IDS).logits)
+
+
+def test_an_auto_class_that_makes_the_model_of_texts_alone_composes_its_heads(tmp_path: Path) -> None:
+    text = {**DECODER, "num_key_value_heads": 2, "cross_attention_layers": [1], "bos_token_id": 1, "eos_token_id": 2}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    pictures = {"hidden_size": 16, "attention_heads": 2, "intermediate_size": 16, "vision_output_dim": 32}
+    pictures |= {"num_hidden_layers": 1, "num_global_layers": 1, "intermediate_layers_indices": [0]}
+    config = MllamaConfig(text_config=text, vision_config={**pictures, "image_size": 16, "patch_size": 8})
+    model = with_composed_heads(MllamaForConditionalGeneration, compose_act="relu")(config).eval()
+    strengthen(model)
+    model.save_pretrained(tmp_path / "whole")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
+    torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits)
+    loaded.save_pretrained(tmp_path / "text")
+    again = with_composed_heads(MllamaForCausalLM).from_pretrained(tmp_path / "text").eval()
+    torch.testing.assert_close(again(IDS).logits, model(IDS).logits)
+    config.text_config.composed_heads = {"compose_rank": 1}
+    part = AutoModelForCausalLM.from_config(config)
+    assert part.config.composed_heads == {"compose_rank": 1}
 
 
 @pytest.fixture
