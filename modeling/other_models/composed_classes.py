@@ -3,7 +3,7 @@
 import copy
 import json
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
 from ...configuration.multihead_config import MultiheadConfig
@@ -167,7 +167,8 @@ def _empty_model(key: str, plain_class: type[PreTrainedModel], options: dict[str
 def _share_what_names_tell(model_class: type[PreTrainedModel], composed: str) -> None:
     """Gives the class named `composed` what Transformers looks up by the name of its plain class.
 
-    That is how files of checkpoints name its weights, and whether the Trainer shifts labels that it smooths.
+    That is how files of checkpoints name its weights, for which pipelines it is, and whether the Trainer shifts labels
+    that it smooths.
     """
     plain = model_class.__name__
     conversions = get_checkpoint_conversion_mapping(plain)
@@ -175,8 +176,14 @@ def _share_what_names_tell(model_class: type[PreTrainedModel], composed: str) ->
     is_meant = not model_class.is_custom_code() or plain in USER_REGISTERED_MAPPINGS
     if conversions is not None and is_meant:
         register_checkpoint_conversion_mapping(composed, conversions, overwrite=True)
-    if plain in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[composed] = composed
+    for table, classes in vars(modeling_auto).items():
+        if table.endswith("_MAPPING_NAMES") and any(plain in _listed(names) for names in classes.values()):
+            classes[composed] = composed
+
+
+def _listed(names: str | Sequence[str]) -> Sequence[str]:
+    """The names of the classes that an Auto class knows for a configuration; most have one, which is no list."""
+    return [names] if isinstance(names, str) else names
 
 
 def _tell_of_other_writers(model: ComposedModel) -> None:

@@ -36,6 +36,7 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     DeiTConfig,
+    DeiTForImageClassificationWithTeacher,
     DiffLlamaConfig,
     DiffLlamaForCausalLM,
     DynamicCache,
@@ -76,6 +77,7 @@ from transformers import (
     T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
+    ViTForImageClassification,
     ViTImageProcessor,
     WhisperConfig,
     WhisperForConditionalGeneration,
@@ -584,6 +586,17 @@ def test_an_auto_class_that_makes_the_model_of_texts_alone_composes_its_heads(tm
     config.text_config.composed_heads = {"compose_rank": 1}
     part = AutoModelForCausalLM.from_config(config)
     assert part.config.composed_heads == {"compose_rank": 1}
+
+
+def test_pipelines_support_the_class_for_what_they_support_its_plain_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a table has several classes for a configuration."""
+    told: list[str] = []
+    monkeypatch.setattr(transformers.pipelines.base.logger, "error", told.append)
+    sizes = {**SIZES, "image_size": 8, "patch_size": 4}
+    for model_class in (ViTForImageClassification, DeiTForImageClassificationWithTeacher):
+        model = with_composed_heads(model_class)(model_class.config_class(**sizes))
+        transformers.pipeline("image-classification", model=model, image_processor=ViTImageProcessor())
+    assert not told
 
 
 @pytest.fixture
