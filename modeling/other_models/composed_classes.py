@@ -242,9 +242,10 @@ def composed_name(plain: str) -> str:
 
 
 def composing_class(find: Callable[[Any, Any], Any], config: Any, models: Any) -> Any:
-    """The class that an Auto class returns for a configuration that has `composed_heads`, or whose text's part has.
+    """The class that an Auto class returns for a configuration that has `composed_heads`, or whose part for texts has.
 
-    Where Transformers makes a model of that part alone, which lacks the field, the class has the options of the whole.
+    Some models get that part alone as their configuration. If it lacks the field, their class has the options of the
+    whole.
 
     Args:
         find: the function of Transformers that finds a class.
@@ -253,18 +254,19 @@ def composing_class(find: Callable[[Any, Any], Any], config: Any, models: Any) -
     plain_config = copy.copy(config)
     plain_config.architectures = [name.removeprefix(PREFIX) for name in config.architectures or ()]
     found = find(plain_config, models)
-    text = config.sub_configs.get("text_config")
-    of_text = text is not None and found.config_class is text
-    kept = getattr(config.text_config if of_text else config, "composed_heads", None)
-    if hasattr(found, "plain_class") or (kept is None and not of_text):
+    if hasattr(found, "plain_class"):  # registered by the user
         return found
-    options = UNSEEN_OPTIONS | _chosen_options({}, config.composed_heads) if kept is None else {}
-    return _class_with_options(found, json.dumps(options, sort_keys=True))
+    own = config.text_config if found.config_class is config.sub_configs.get("text_config") else config
+    if getattr(own, "composed_heads", None) is not None:
+        return _class_with_options(found, "{}")
+    if own is config:
+        return found
+    return _class_with_options(found, json.dumps(UNSEEN_OPTIONS | _chosen_options({}, config.composed_heads)))
 
 
 @cache
 def _class_with_options(model_class: type, options: str) -> type:
-    """The one class of this process for all models that Auto classes return for a plain class and these options."""
+    """The one class of this process for all models that Auto classes return for a plain class and options, as JSON."""
     return with_composed_heads(model_class, **json.loads(options))
 
 
