@@ -268,6 +268,7 @@ def test_layers_with_states_of_linear_attention_are_refused(tmp_path: Path, caps
     assert "has layers of linear attention or convolutions" in capsys.readouterr().err
 
 
+@needs_transformers("5.23")
 @pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope", **LONGROPE}])
 def test_angles_that_depend_on_the_batch_are_refused(
     rope: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
