@@ -177,7 +177,8 @@ def _share_what_names_tell(model_class: type[PreTrainedModel], composed: str) ->
     if conversions is not None and is_meant:
         register_checkpoint_conversion_mapping(composed, conversions, overwrite=True)
     for table, classes in vars(modeling_auto).items():
-        if table.endswith("_MAPPING_NAMES") and any(plain in _listed(names) for names in classes.values()):
+        # Of a copy, because another thread may add a class meanwhile.
+        if table.endswith("_MAPPING_NAMES") and any(plain in _listed(names) for names in list(classes.values())):
             classes[composed] = composed
 
 
