@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
+import transformers
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.conversion_mapping import (
@@ -269,6 +270,14 @@ def composing_class(find: Callable[[Any, Any], Any], config: Any, models: Any) -
 def _class_with_options(model_class: type, options: str) -> type:
     """The one class of this process for all models that Auto classes return for a plain class and options, as JSON."""
     return with_composed_heads(model_class, **json.loads(options))
+
+
+def __getattr__(name: str) -> type:
+    """The class called `name`, which PEFT looks up in this module for an adapter that was made without a task."""
+    plain = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
+    if not isinstance(plain, type):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _class_with_options(plain, "{}")
 
 
 def plain_models(auto_class: Any, config_class: type) -> list[Any]:

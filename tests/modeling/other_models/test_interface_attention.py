@@ -21,7 +21,7 @@ from cases.models import assert_same_gradients
 from cases.versions import is_before, needs_transformers
 from cases.vision_models import strengthen
 from cases.vision_parents import make_parent as make_vision_parent
-from peft import IA3Config, LoraConfig, OFTConfig, get_peft_model
+from peft import AutoPeftModel, IA3Config, LoraConfig, OFTConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
@@ -586,6 +586,19 @@ def test_an_auto_class_that_makes_the_model_of_texts_alone_composes_its_heads(tm
     config.text_config.composed_heads = {"compose_rank": 1}
     part = AutoModelForCausalLM.from_config(config)
     assert part.config.composed_heads == {"compose_rank": 1}
+
+
+def test_peft_finds_the_class_of_an_adapter_without_a_task(tmp_path: Path) -> None:
+    model = with_composed_heads(LlamaForCausalLM)(LlamaConfig(**DECODER))
+    strengthen(model)
+    model.save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = get_peft_model(base, LoraConfig(target_modules=["v_proj"], init_lora_weights=False)).eval()
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    loaded = AutoPeftModel.from_pretrained(str(tmp_path / "adapter"), import_allowlist=["dynattn"]).eval()
+    torch.testing.assert_close(loaded(IDS).logits, adapted(IDS).logits)
+    with pytest.raises(AttributeError, match="no attribute 'ComposedUnknown'"):
+        _ = composed_classes.ComposedUnknown
 
 
 def test_pipelines_support_the_class_for_what_they_support_its_plain_class(monkeypatch: pytest.MonkeyPatch) -> None:
