@@ -77,7 +77,7 @@ def test_a_registered_variant_is_published_with_its_own_code(tmp_path: Path) -> 
     assert {"my_variant_model.py", "my_variant_heads.py", "modeling_dcformer.py", "README.md"} <= written
     assert "my_variant___init__.py" not in written
     card = (tmp_path / "published" / "README.md").read_text()
-    assert "import my_variant  # registers" in card
+    assert "import my_variant  # makes the model known" in card
     assert "import dynattn" not in card  # which alone cannot load the model
 
     forgotten = [sys.executable, "-m", "dynattn", "publish", "checkpoint", "--output", "again"]
