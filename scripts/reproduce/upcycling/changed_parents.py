@@ -3,7 +3,6 @@
 import shutil
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -33,10 +32,7 @@ def widen_mlps(source: Path, destination: Path, like: Path, seed: int) -> None:
             f"the configuration of {source} ({config.model_type}) has no intermediate_size to widen; give --arms "
             "without wide"
         )
-
-    def make(config: Any) -> PreTrainedModel:
-        return AutoModelForCausalLM.from_config(config)
-
+    make = AutoModelForCausalLM.from_config
     config.intermediate_size = matched_width(make, AutoConfig.from_pretrained(like), parent.config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
