@@ -167,6 +167,7 @@ def test_fewer_tokens_keep_their_bias() -> None:
     assert torch.equal(model.final_logits_bias, kept)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_plain_model_gives_the_logits_of_one_that_is_not() -> None:
     model, source, target = make_model(**OFF), random_tokens(2, 5), random_tokens(2, 4)

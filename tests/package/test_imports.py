@@ -151,6 +151,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.slow
 def test_models_work_where_posix_is_missing_and_commands_say_what_to_do() -> None:
     done = subprocess.run([sys.executable, "-c", WINDOWS], capture_output=True, text=True, check=False)
     assert done.stdout.startswith("the commands of dynattn need Linux or macOS"), done.stderr

@@ -639,6 +639,7 @@ def compiled_steps(scheme: str) -> int:
     return counter.frame_count
 
 
+@pytest.mark.slow
 def test_compiled_steps_with_carope_have_as_many_graphs_as_with_rope() -> None:
     # Graphs of the first length, of all others and of a full window. Only other versions of PyTorch and Transformers
     # may make others with rope, which takes as long to trace.

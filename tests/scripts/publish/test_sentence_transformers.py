@@ -109,6 +109,7 @@ def test_other_models_of_the_library_are_published_too(kind: str, head: str, tmp
         assert again.predict(pairs).tolist() == model.predict(pairs).tolist()
 
 
+@pytest.mark.slow
 def test_heads_composed_in_place_stay_in_a_published_embedder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
