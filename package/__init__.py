@@ -65,7 +65,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow `__getattr__`
     from dynattn.modeling.other_models.multihead_attention import ComposedMultiheadAttention
     from dynattn.modeling.parallel.context_parallel import ContextParallel
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AttentionMaps",
