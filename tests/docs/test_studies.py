@@ -11,6 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "model_cards" / "records"
+PAGES = sorted(
+    path.relative_to(ROOT)
+    for folder in ("docs/studies", "model_cards")
+    for path in (ROOT / folder).glob("*.md")
+    if " ± " in path.read_text()
+)
 
 
 def measured() -> Iterator[list[float]]:
@@ -29,8 +35,8 @@ def measured() -> Iterator[list[float]]:
                 yield [run[scores][score] for run in runs]
 
 
-@pytest.mark.parametrize("page", ["docs/studies.md", "model_cards/rcmha.md", "model_cards/rcmha_seq2seq.md"])
-def test_means_and_deviations_are_those_of_a_record(page: str) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_means_and_deviations_are_those_of_a_record(page: Path) -> None:
     told = re.findall(r"^\|.* ± .*$", (ROOT / page).read_text(), flags=re.M)
     cells = {cell for row in told for cell in re.findall(r"\d\.\d+ ± \d\.\d+", row)}
     held = {f"{mean(values):.{n}f} ± {stdev(values):.{n}f}" for values in measured() for n in (3, 4)}
