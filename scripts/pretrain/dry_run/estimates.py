@@ -21,7 +21,8 @@ from ..options.sweep import Sweep
 from .hardware import Gpu, parse_cluster
 from .memory import EngineMemory, ImaginedGroup, engine_memory, rehearse
 
-ENGINES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "fsdp2")
+ZERO = ("zero1", "zero2", "zero3")
+ENGINES = ("ddp", *ZERO, "hsdp", "fsdp2")
 # Measured in model_cards/records/benchmark-gpu/h100/training-405m (16 heads x 64, 2,048 tokens, without torch.compile):
 # the share of the GPU's rate of matrix products that a plain model reached, and the time of a training step with
 # composition, by `triton`, divided by the time of the plain one.
@@ -121,15 +122,16 @@ def possible_engines(arguments: PretrainArguments, count: int) -> list[str]:
     Raises:
         UserError: the engine of the arguments is none of them.
     """
-    if count == 1 or obstacle_to_zero(arguments) is None:
+    if count == 1:
         return list(ENGINES)
-    if (arguments.engine or "").startswith("zero"):
+    if arguments.engine in ZERO:
         check_zero(str(arguments.engine), arguments)
-    return [name for name in ENGINES if not name.startswith("zero")]
+    return [name for name in ENGINES if name not in ZERO or obstacle_to_zero(name, arguments) is None]
 
 
 def describe(found: Estimate, arguments: PretrainArguments, gpu: Gpu, count: int) -> str:
     """The estimate as text."""
+    refused = [name for name in ZERO if name not in found.memory]
     lines = [
         f"model: {found.parameters.total:,} parameters, {found.parameters.non_embedding:,} of them not embeddings",
         f"operations: {found.flops / 1e9:,.2f} GFLOPs for each token of an update, {found.composition_share:.1%} of "
@@ -138,7 +140,7 @@ def describe(found: Estimate, arguments: PretrainArguments, gpu: Gpu, count: int
         f"memory of a GPU in GiB, of {gpu.gib} (estimated):",
         f"  {'engine':8}{'weights':>9}{'gradients':>11}{'optimizer':>11}{'buffers':>9}{'activations':>13}{'total':>8}",
         *(_memory_line(name, memory, gpu) for name, memory in found.memory.items()),
-        *([] if "zero1" in found.memory else [f"  zero1, zero2, zero3 cannot run this: {obstacle_to_zero(arguments)}"]),
+        *([f"  {', '.join(refused)} cannot run this: {obstacle_to_zero(refused[0], arguments)}"] if refused else []),
         f"speed: {found.tokens_per_second:,.0f} tokens/s (an estimate: {RECORDED_MFU:.0%} of the GPU's FLOP/s in "
         f"{found.precision} for a plain model, {RECORDED_RATIO} times its time for a composed one, as one H100 took "
         "for the 405M shape without torch.compile)",

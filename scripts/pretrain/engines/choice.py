@@ -156,17 +156,18 @@ def build_zero(name: str, arguments: PretrainArguments, accelerator: Accelerator
 
 def check_zero(name: str, arguments: PretrainArguments) -> None:
     """Raises UserError if the stage `name` of ZeRO cannot do what the arguments ask for in several processes."""
-    if obstacle := obstacle_to_zero(arguments):
+    if obstacle := obstacle_to_zero(name, arguments):
         raise UserError(f"{obstacle} (engine={name}); leave it out, or use engine fsdp2")
 
 
-def obstacle_to_zero(arguments: PretrainArguments) -> str | None:
-    """The option that ZeRO cannot follow in several processes, and why; None if there is none."""
+def obstacle_to_zero(name: str, arguments: PretrainArguments) -> str | None:
+    """The option that the stage `name` of ZeRO cannot follow in several processes, and why; None if there is none."""
     for option, is_asked, reason in (
         ("optimizer", arguments.optimizer == "muon", "makes updates of whole matrices, which lie in shards there"),
         ("ema_decay", arguments.ema_decay is not None, "averages weights, which the optimizer holds apart there"),
         ("freeze_parent_steps", arguments.freeze_parent_steps > 0, "leaves out weights, all of which it updates"),
         ("compile", arguments.compile, "was not tried with it"),
+        ("z_loss", name == "zero3" and arguments.z_loss > 0, "needs the whole head, which lies in shards there"),
     ):
         if is_asked:
             return f"{option}={getattr(arguments, option)} {reason}"

@@ -14,7 +14,13 @@ from accelerate import Accelerator
 from cases.training import ENVIRONMENT, LLAMA, RUN, arguments, as_options, curve
 
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.pretrain.engines.choice import build_engine, launched_engine, shards_of, warn_of_missing_processes
+from dynattn.scripts.pretrain.engines.choice import (
+    build_engine,
+    launched_engine,
+    obstacle_to_zero,
+    shards_of,
+    warn_of_missing_processes,
+)
 from dynattn.scripts.pretrain.engines.fsdp import FSDPEngine
 from dynattn.scripts.pretrain.engines.interface import Engine
 from dynattn.scripts.pretrain.job import build_accelerator
@@ -114,6 +120,14 @@ def test_what_deepspeed_cannot_do_is_refused_by_name(option: str, value: Any, tm
     with pytest.raises(UserError, match=rf"{option}={value} .*\(engine=zero2\); leave it out, or use engine fsdp2"):
         build_engine(given, processes(2), None)
     assert type(build_engine(given, processes(1), None)) is Engine
+
+
+def test_the_z_loss_is_refused_where_the_head_lies_in_shards(tmp_path: Path):
+    """The loss with it reads the head's weight outside of the head, where stage 3 has not gathered it."""
+    given = arguments(tmp_path, tmp_path, engine="zero3", z_loss=1e-4)
+    with pytest.raises(UserError, match=r"z_loss=0.0001 needs the whole head, .*\(engine=zero3\); leave it out"):
+        build_engine(given, processes(2), None)
+    assert [obstacle_to_zero(name, given) for name in ("zero1", "zero2")] == [None, None]
 
 
 def test_cuda_graphs_are_of_weights_that_stay_where_they_are(tmp_path: Path):

@@ -300,6 +300,8 @@ def test_engines_that_cannot_make_the_run_are_left_out_or_refused(capsys: pytest
     assert "zero2" in possible_engines(parse(*averaged), 1)
     for options in ((), ("--optimizer", "muon"), ("--compile",)):
         assert ("zero2" in possible_engines(parse("tiny.yaml", "--output", "x", *options), 2)) == (not options)
+    sharded = possible_engines(parse("tiny.yaml", "--output", "x", "--z_loss", "1e-4"), 2)
+    assert "zero2" in sharded and "zero3" not in sharded
     with pytest.raises(UserError, match=r"ema_decay=0.9 averages .* \(engine=zero3\); leave it out, or"):
         dry_run(parse(*averaged, "--engine", "zero3", "--on", "h100:2"))
 
