@@ -80,9 +80,13 @@ class PositionsArguments:
             )
 
     def _check_names(self) -> None:
-        """Refuses names that do not exist, and a study without any task or scheme; `wide` may be empty."""
+        """Refuses names that do not exist, and a study without any task or scheme; `wide` may be empty.
+
+        A name that is given twice counts once: the runs of its cells would be twice in the statistics.
+        """
         for name, known in (("tasks", TASKS), ("schemes", tuple(SCHEMES)), ("wide", tuple(SCHEMES))):
             given = getattr(self, name)
             unknown = sorted(set(given) - set(known))
             if unknown or (not given and name != "wide"):
                 raise UserError(f"{name}={unknown or given} must be some of {', '.join(known)}")
+            setattr(self, name, list(dict.fromkeys(given)))

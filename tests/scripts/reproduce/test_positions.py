@@ -149,6 +149,12 @@ def test_the_quick_study_takes_the_place_of_what_else_is_given() -> None:
     assert (arguments.schemes, arguments.wide, arguments.steps) == (["none", "t5", "alibi", "rope"], [], 1000)
 
 
+def test_names_that_are_given_twice_count_once() -> None:
+    """The runs of a repeated cell would be counted twice, and intervals become too narrow."""
+    arguments = PositionsArguments(tasks=["sum", "sort", "sum"], schemes=["rope", "none", "rope"], wide=["rope"] * 2)
+    assert (arguments.tasks, arguments.schemes, arguments.wide) == (["sum", "sort"], ["rope", "none"], ["rope"])
+
+
 def test_a_tiny_study_runs_resumes_and_keeps_its_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
