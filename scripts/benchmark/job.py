@@ -101,8 +101,7 @@ def measure_to_folder(
     record = read_earlier(folder, metadata) if arguments.resume else None
     if record is None or not is_complete(record) or lacks_cases(record, selection, settings):
         if record is not None:
-            metadata |= {name: record[name] for name in CARRIED_ON if name in record}
-            metadata["started_before"] = [*record.get("started_before", []), record["started"]]
+            metadata |= carried_on(record, left_out)
         record = measure(selection, settings, metadata, partial(save_record, folder=folder))
         write_record(record, folder)
         print(f"\nwritten: {folder}/{{{RECORD},{TABLE},*.png}}")
@@ -111,6 +110,17 @@ def measure_to_folder(
     rows = [row for case in record["cases"] for row in case["rows"]]
     is_measured = not rows or any("timing" in row for row in rows)  # there are no rows if the time was over before
     return is_measured and not any(is_fault(row) for row in rows)
+
+
+def carried_on(record: dict[str, Any], left_out: Sequence[str]) -> dict[str, Any]:
+    """What the metadata of a run take from the record with which it goes on: its cases, and how they were made.
+
+    Args:
+        left_out: the candidates that this run leaves out, whose subjects may be others than those of the record.
+    """
+    before = {f"{name}_before": [*record.get(f"{name}_before", []), record[name]] for name in ("started", "command")}
+    every = list(dict.fromkeys([*record["left_out"], *left_out]))
+    return {name: record[name] for name in CARRIED_ON if name in record} | before | {"left_out": every}
 
 
 def measure(

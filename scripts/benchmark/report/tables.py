@@ -107,10 +107,12 @@ def _heading(record: Record) -> str:
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers", "python"))
     allocator = ", ".join(f"{name}={value}" for name, value in record["allocator"].items())
     rates = record["machine"]["gemm_flops_per_second"] / 1e9, record["machine"]["copy_bytes_per_second"] / 1e9
+    commands = dict.fromkeys(" ".join(words) for words in [*record.get("command_before", []), record["command"]])
+    starts = ", then ".join([*record.get("started_before", []), record["started"]])
     lines = [
-        f"`{' '.join(record['command'])}`",
+        ", then ".join(f"`{command}`" for command in commands),
         "",
-        f"{record['started']}, commit {record['commit'] or 'unknown'}, {record['hardware']}, "
+        f"{starts}, commit {record['commit'] or 'unknown'}, {record['hardware']}, "
         f"{record['threads']} threads, {versions}, {allocator}. Matrix product {rates[0]:,.0f} GFLOP/s, "
         f"copy {rates[1]:,.1f} GB/s. Load average {record['load_average'][0]:.1f} before and {_load_after(record)}.",
     ]

@@ -101,6 +101,19 @@ def test_a_second_command_measures_only_what_the_record_lacks(
     assert not lengths
 
 
+@pytest.mark.usefixtures("no_plots", "known_machine")
+def test_a_record_of_several_commands_tells_all_of_them(tmp_path: Path) -> None:
+    """A table that names the last command alone would say that it had measured the cases of the others."""
+    for subject in ("attention", "decode", "decode"):
+        assert run_benchmark(tmp_path, "--quick", "--subjects", subject, "--shapes", "2x8@16", "--resume")[0] == 0
+    record = json.loads((tmp_path / "record.json").read_text())
+    table = (tmp_path / "table.md").read_text()
+    (before,), (started,) = record["command_before"], record["started_before"]
+    assert table.startswith(f"`{' '.join(before)}`, then `{' '.join(record['command'])}`\n\n{started}, then ")
+    assert {"attention", "decode"} == {case["subject"] for case in record["cases"]}
+    assert {"talking-heads-compiled", "sdpa-compiled"} <= set(record["left_out"])
+
+
 @pytest.mark.usefixtures("no_plots")
 def test_a_tiny_run_of_every_subject_leaves_record_and_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
