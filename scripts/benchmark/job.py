@@ -103,10 +103,10 @@ def measure_to_folder(
         if record is not None:
             metadata |= carried_on(record, left_out)
         record = measure(selection, settings, metadata, partial(save_record, folder=folder))
-        write_record(record, folder)
-        print(f"\nwritten: {folder}/{{{RECORD},{TABLE},*.png}}")
     else:
         print(f"{folder / RECORD} is complete, so nothing is measured")
+    write_record(record, folder)  # also a complete one, before whose table and plots a process may have been killed
+    print(f"\nwritten: {folder}/{{{RECORD},{TABLE},*.png}}")
     rows = [row for case in record["cases"] for row in case["rows"]]
     is_measured = not rows or any("timing" in row for row in rows)  # there are no rows if the time was over before
     return is_measured and not any(is_fault(row) for row in rows)

@@ -82,6 +82,10 @@ def test_a_second_command_measures_only_what_the_record_lacks(
     assert cli.main(["benchmark", "--output", str(tmp_path), "--rounds", "2", *options, "eager", "--resume"]) == 2
     assert "was made with settings" in capsys.readouterr().err
     assert record["cases"][:2] == before["cases"]
+    table = (tmp_path / "table.md").read_text()
+    (tmp_path / "table.md").write_text("of the record before\n")  # as a process leaves it that is killed before it
+    assert run_benchmark(tmp_path, *options, "sdpa", "--resume") == (0, record)
+    assert (tmp_path / "table.md").read_text() == table
     assert record["started_before"] == [before["started"]]
     lengths.clear()
     assert run_benchmark(tmp_path, *options, "sdpa", "--resume") == (0, record)
