@@ -7,6 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, w
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from itertools import islice, takewhile
 from multiprocessing import active_children, get_context
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from ..common.atomic_file import read_json, without_nan, write_json
+from ..common.commands import imported_modules
 from ..common.environment import hardware, provenance, source_commit, versions
 from ..common.errors import StoppedError, UserError
 from ..common.signals import signals_received
@@ -234,5 +236,8 @@ def _stop(number: int) -> None:
 
 
 def _prepare_worker() -> None:
+    """Makes a fresh process one that makes runs as the first process does, with the modules of the user's."""
     end_with_parent()
     torch.set_num_threads(1)
+    for name in imported_modules():
+        import_module(name)

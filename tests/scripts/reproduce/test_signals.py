@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from dynattn import DCFormerConfig
+from dynattn.scripts.common.commands import IMPORTS
 from dynattn.scripts.common.errors import StoppedError, UserError
 from dynattn.scripts.common.number_ranges import check_rates
 from dynattn.scripts.common.signals import SIGNALS
+from dynattn.scripts.reproduce import study_runs
 from dynattn.scripts.reproduce.quickstart import run_once
 from dynattn.scripts.reproduce.study_runs import _as_finished, worker_pool
 
@@ -49,6 +51,16 @@ class Starting(Executor):
 
 def test_ctrl_c_does_not_reach_processes_that_are_just_started():
     assert [held_back >= {*SIGNALS} for _, held_back in _as_finished(Starting(), 1, abs, [1, 2])] == [True, True]
+
+
+def test_processes_of_a_study_import_the_modules_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "of_the_user.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(IMPORTS, "of_the_user")
+    monkeypatch.setattr(study_runs, "end_with_parent", lambda: None)  # which this process has not
+    monkeypatch.setattr("torch.set_num_threads", lambda number: None)
+    study_runs._prepare_worker()
+    assert sys.modules.pop("of_the_user")
 
 
 @pytest.mark.slow
