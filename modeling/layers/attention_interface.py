@@ -183,14 +183,15 @@ def check_composing(name: str) -> None:
     """Raises ValueError if an implementation would ignore the composition of a layer.
 
     A layer asks for itself, because its weights compose whatever has become of the configuration since it was made.
-    Functions that others registered may compose heads.
     """
-    if name not in COMPOSING_IMPLEMENTATIONS and not _is_registered_by_others(name):
+    if not _may_compose(name):
         resolve_implementation(name, composed=True)
 
 
-def _is_registered_by_others(name: str) -> bool:
-    """Whether Transformers knows an attention function of this name, and it is not its own."""
+def _may_compose(name: str) -> bool:
+    """Whether an implementation composes heads, or is a function that others registered, which may."""
+    if name in COMPOSING_IMPLEMENTATIONS:
+        return True
     function = ALL_ATTENTION_FUNCTIONS.get(name)
     return function is not None and not function.__module__.startswith("transformers.")
 
@@ -203,10 +204,10 @@ def implementation_for(config: Any, options: dict[str, Any]) -> str:
 
     Raises:
         ValueError: as `check_implementation`, for one of Transformers or an unknown one that was set in the
-            configuration of a finished model. Functions that others registered may compose heads.
+            configuration of a finished model.
     """
     name = config._attn_implementation
-    if name not in COMPOSING_IMPLEMENTATIONS and not _is_registered_by_others(name):
+    if not _may_compose(name):
         check_implementation(config, name)
     may_make_maps = name == "eager" or (name in COMPOSING_IMPLEMENTATIONS and name not in BUILT_IN)
     if may_make_maps or not options.get("output_attentions", config.output_attentions):
