@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .custom_operators import NAMESPACE
 from .dtypes import at_least_float32
-from .modes import autocast, under_transforms
+from .modes import autocast, under_transforms, without_autocast
 
 # Each chunk adds to the whole gradient of the weight, which makes small chunks slow.
 CHUNK_TOKENS = 1024
@@ -120,7 +120,7 @@ def _loss_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, needs_grad: list[bool], z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The summed loss `[]` of `hidden` `[N, E]` with `targets` `[N]`, and the tensors of `LossGradients`."""
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(hidden.device):
         grads = LossGradients.zeros(hidden, weight, needs_grad)
         weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         loss_sum = hidden.new_zeros((), dtype=at_least_float32(hidden.dtype))

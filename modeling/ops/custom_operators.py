@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from .modes import without_autocast
+
 # Each copy of this code registers operators of its own. A process may hold several copies, because Transformers loads
 # the code of each published model beside this package. PyTorch frees an operator when another one is registered under
 # its name, and the copy to which it belonged would read freed memory.
@@ -94,14 +96,14 @@ class AttentionOperator(Generic[Inputs, Settings]):
     def _forward(self, query: Tensor, *others: Any) -> Any:
         """What `attend` returns, for a query `[B, H, T, D]`."""
         # Kernels of Triton are launched on the current device.
-        with torch.no_grad(), torch.autocast(query.device.type, enabled=False), torch.cuda.device_of(query):
+        with torch.no_grad(), without_autocast(query.device), torch.cuda.device_of(query):
             return self.attend(*self._as_tuples((query, *others)))
 
     def _backward(self, grad_output: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         """One gradient for each of `differentiable`, from that of the output, `[B, T, H, D]`."""
         *saved, wanted = arguments
         lse, (inputs, settings) = saved[: self.keeps_lse], self._as_tuples(saved[self.keeps_lse :])
-        with torch.no_grad(), torch.autocast(grad_output.device.type, enabled=False), torch.cuda.device_of(grad_output):
+        with torch.no_grad(), without_autocast(grad_output.device), torch.cuda.device_of(grad_output):
             grads = self.attend_backward(grad_output, *lse, inputs, settings, self._names_wanted(wanted))
             given = {name: grad.to(getattr(inputs, name).dtype).contiguous() for name, grad in grads.items()}
         return self._results(given, grad_output)
