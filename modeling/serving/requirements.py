@@ -14,6 +14,8 @@ from ..positions.rotary import rope_types
 
 # The versions of Transformers whose continuous batching this package supports: from the first up to before the second.
 TRANSFORMERS = ("5.23", "5.25")
+# What errors advise in place of serving, because it also answers several prompts at once.
+ADVICE = "use generate() with a batch that is padded on the left"
 
 # Settings that `generate` obeys and continuous batching ignores. With the value here, or None, a setting has no effect.
 # Some are other ways of generating; others need all tokens of a request, but would get only those of a step.
@@ -70,7 +72,7 @@ def check_transformers() -> None:
         supported = f"transformers>={first},<{end}"
         raise ImportError(
             f"serving models with composed heads is made for {supported}, and {found} is installed; "
-            f"pip install '{supported}', or use generate() with a batch that is padded on the left"
+            f"pip install '{supported}', or {ADVICE}"
         )
 
 
@@ -83,7 +85,7 @@ def check_paged_cache(model: Any, *, raw: bool = False) -> None:
     if not model.supports_paged_cache:
         raise ValueError(
             f"continuous batching keeps only keys and values of earlier tokens, and {type(model).__name__} with "
-            "this configuration needs more; use generate() with a batch that is padded on the left"
+            f"this configuration needs more; {ADVICE}"
         )
     if raw and model.attends_to_paged_cache:
         raise ValueError(
@@ -97,7 +99,7 @@ def check_model(config: Any) -> None:
     if "carope" in getattr(config, "schemes", ()):
         raise ValueError(
             f"position_scheme={config.position_scheme!r} needs more of earlier tokens than a paged cache keeps, their "
-            "phases; use generate() with a batch padded on the left"
+            f"phases; {ADVICE}"
         )
     if "longrope" in rope_types(config):
         raise ValueError(
@@ -126,10 +128,7 @@ def check_settings(vocab_size: int, generation_config: Any, settings: Any) -> No
     """
     for name, neutral in UNSERVED.items():
         if (value := _setting(generation_config, name, neutral)) != neutral:
-            raise ValueError(
-                f"continuous batching does not serve {name}={value!r}; leave it out, or use generate() with a batch "
-                "that is padded on the left"
-            )
+            raise ValueError(f"continuous batching does not serve {name}={value!r}; leave it out, or {ADVICE}")
     _check_biases(vocab_size, generation_config.sequence_bias or {})
     if generation_config.cache_implementation == "quantized":
         raise ValueError(
@@ -157,7 +156,7 @@ def _check_biases(vocab_size: int, biased: Any) -> None:
     if longer := [tokens for tokens in sequences if len(tokens) > 1]:
         raise ValueError(
             f"continuous batching does not serve a sequence_bias of several tokens, such as {longer[0]}, which depends "
-            "on earlier ones; give single tokens, or use generate() with a batch that is padded on the left"
+            f"on earlier ones; give single tokens, or {ADVICE}"
         )
 
 

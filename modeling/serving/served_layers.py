@@ -16,8 +16,7 @@ from ..ops.dcmha.key_source import KeySource
 from ..ops.distance_tables import NO_TABLES, DistanceTables
 from .paged_attention import attending_to_pages
 from .paged_rows import ALIGNMENT, RowLayout
-
-ADVICE = "use generate() with a batch that is padded on the left"
+from .requirements import ADVICE
 
 
 class ServedLayers(NamedTuple):
