@@ -82,7 +82,7 @@ class ContextParallel:
         check_position_ids(given, tokens)
         positions = torch.arange(shape[1], device=tokens.device)[None] if given is None else given
         plain = unwrapped(model)
-        if (limit := longest_readable(plain.config.get_text_config(decoder=True))) is not None:
+        if (limit := longest_readable(plain.config)) is not None:
             # Only the process that has such tokens would raise, and the others would wait for their keys.
             check_position_range(positions, limit)
         self._compare(tokens)
