@@ -263,12 +263,11 @@ def attend_with_composed_heads(
     if not isinstance(module, ComposedInterfaceAttention):
         raise ValueError(f"attn_implementation={NAME!r} is for modules that compose_heads_of(model) has changed")
     key_source = CURRENT.paged if key_source is None else key_source
-    if key_source is not None:
-        attention_mask = None  # the source knows what each token sees
-    _refuse_options(module, options, dropout, attention_mask)
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if key_source is not None:
         _refuse_beside_source(position_bias, s_aux, is_causal)
+        attention_mask = None  # the source knows what each token sees
+    _refuse_options(module, options, dropout, attention_mask)
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1 and not module.has_complete_masks
     keys = key.shape[2]
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
