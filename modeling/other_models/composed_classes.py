@@ -47,7 +47,10 @@ def with_composed_heads(model_class: type[PreTrainedModel], **options: Any) -> t
 
     Args:
         options: as those of `compose_heads_of`, `names` included. Those in the configuration need not be given, and may
-            not be changed, apart from `OWN_OPTIONS`.
+            not be changed, apart from `OWN_OPTIONS`. They are checked when a model is made.
+
+    Raises:
+        ValueError: `names` is no list of strings.
 
     ```python
     >>> ComposedLlama = dynattn.with_composed_heads(LlamaForCausalLM, compose_rank=2)
