@@ -1,4 +1,4 @@
-"""What the models of all families share: flags for Transformers, and a warning about uploads without code."""
+"""What the models of all families share: flags for Transformers, initial weights, and the code that is saved."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ logger = logging.get_logger(__name__)
 
 
 class FamilyPreTrainedModel(PreTrainedModel):
-    """Flags that hold for every family."""
+    """Flags and methods that hold for every family."""
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True

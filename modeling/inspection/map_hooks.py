@@ -57,7 +57,7 @@ def add_map_hooks(model: PreTrainedModel) -> None:
 def remove_map_hooks(model: PreTrainedModel) -> None:
     """Undoes `add_map_hooks`; a model without such hooks stays as it is."""
     for layer in _attention_layers(model):
-        del layer.map_hooks  # as a module; what follows is an attribute without one
+        del layer.map_hooks  # else None would take the module's place among those that the layer lists
         layer.map_hooks = None
 
 

@@ -19,7 +19,8 @@ from .readable import is_readable
 logger = logging.get_logger(__name__)
 
 # What some models of Transformers (Gemma 2, GPT-OSS, T5, DeepSeek-V3.2, MiniMax-M3) pass to attention functions, and
-# the ops do not have. Indices name the few keys that a query sees; only for Transformers' functions they are masked.
+# the ops do not have. Indices name the few keys that a query sees; the mask hides the others only where Transformers'
+# own `eager` or `sdpa` attends.
 FOREIGN_TERMS = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
 # The implementations of this package. Of these only `eager` makes attention maps; those that users register may, too.
 BUILT_IN = tuple(COMPOSING_IMPLEMENTATIONS)
