@@ -23,6 +23,7 @@ from ..ops.chunked_loss import chunked_causal_loss
 from ..positions.rotary import longrope_borders
 from ..serving.batched_generation import BatchedGeneration
 from .classification import check_skip_logits, check_token_labels
+from .input_checks import tells_padding
 
 
 class CausalLMHead(BatchedGeneration):
@@ -91,7 +92,7 @@ class CausalLMHead(BatchedGeneration):
         borders = longrope_borders(self.config)
         if not borders or cache is None or not cache.get_seq_length():
             return False
-        mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else torch.ones_like(input_ids)
+        mask = mask if tells_padding(mask) else torch.ones_like(input_ids)
         if mask.shape[1] != input_ids.shape[1]:
             return False
         cached, all_tokens = (int(mask[:, :end].sum(dim=1).max()) for end in (cache.get_seq_length(), None))
