@@ -43,7 +43,6 @@ class Family:
         prefix: what the names of the family's classes begin with.
         attention: which attention op the layers call.
         paper: arXiv identifier of the paper that introduced the architecture.
-        lora_targets: the linear layers that PEFT's LoRA adapts if a `LoraConfig` names none.
         heads: for each Auto class, what follows `prefix` in the name of the family's class.
     """
 
@@ -51,7 +50,6 @@ class Family:
     prefix: str
     attention: Literal["dcmha", "relative"]
     paper: str
-    lora_targets: tuple[str, ...] = ("q_proj", "v_proj")
     heads: Mapping[str, str] = field(default_factory=lambda: HEADS)
 
     @property

@@ -19,6 +19,9 @@ from typing import Any
 
 from .families import FAMILIES, Family
 
+# The linear layers that PEFT's LoRA adapts in models of our families if a `LoraConfig` names none.
+LORA_TARGETS = ("q_proj", "v_proj")
+
 
 class ModelEntries(dict[type, Any]):
     """The registered models of one Auto class by configuration class; those of our families are imported on look-up.
@@ -87,8 +90,8 @@ def name_lora_targets(constants: ModuleType) -> None:
     as_lora = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING["llama"]
     for targets in tables:
         if targets.get("llama") == as_lora:
-            for family in FAMILIES.values():
-                targets.setdefault(family.model_type, list(family.lora_targets))
+            for model_type in FAMILIES:
+                targets.setdefault(model_type, list(LORA_TARGETS))
 
 
 def keep_code(portable_config: ModuleType) -> None:
