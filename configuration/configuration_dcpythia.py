@@ -76,9 +76,7 @@ def _pythia(hidden_size: int, layers: int, heads: int, vocab_size: int = 50304) 
 
 
 DCPythiaConfig.sizes = {
-    "tiny": model_size(
-        128, 4, 4, 512, vocab_size=2048, max_position_embeddings=512, sliding_window=64, initializer_range=0.02
-    ),
+    "tiny": model_size(128, 4, 4, 512, vocab_size=2048, max_position_embeddings=512, sliding_window=64),
     "14m": _pythia(128, 6, 4),
     "31m": _pythia(256, 6, 8),
     "70m": _pythia(512, 6, 8),
