@@ -17,6 +17,14 @@ def token_count(cache: Cache | None) -> int | Tensor:
     return 0 if cache is None else cache.get_seq_length()
 
 
+def known_token_count(cache: Cache) -> int | None:
+    """Number of tokens in a cache; None if only tensors on a device other than the CPU tell."""
+    layers: list[Any] = cache.layers
+    lengths = [layer.get_seq_length() for layer in layers] or [0]
+    known = (int(length) for length in lengths if not isinstance(length, Tensor) or length.device.type == "cpu")
+    return next(known, None)
+
+
 def first_query_offset(cache: Cache | None, layer: int, length: int) -> Tensor | None:
     """Position of the first of `length` new tokens among the keys that a layer returns, `[]`.
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.utils.import_utils import is_tracing
 
-from ..caches.key_places import token_count
+from ..caches.key_places import known_token_count, token_count
 from ..layers.readable import is_readable
 from ..ops.validation import check_mask_dtype
 from ..positions.rotary import longrope_borders
@@ -190,7 +190,7 @@ def check_cached_length(attention_mask: Any, inputs_embeds: Tensor, cache: Cache
         window: of the sliding layers. Their places in a static cache never run out, unless there are fewer than that:
             then the oldest token would be dropped while others still see it.
     """
-    past = None if is_tracing(inputs_embeds) else cached_tokens(cache)
+    past = None if is_tracing(inputs_embeds) else known_token_count(cache)
     if past is None:
         return
     length = inputs_embeds.shape[1]
@@ -206,14 +206,6 @@ def check_cached_length(attention_mask: Any, inputs_embeds: Tensor, cache: Cache
             f"past_key_values has room for max_cache_len={rooms[0]} tokens, and {past} cached and {length} new ones "
             f"come to {past + length}; make it with max_cache_len={past + length} or more"
         )
-
-
-def cached_tokens(cache: Cache) -> int | None:
-    """The number of tokens in a cache; None if only tensors on a device other than the CPU tell."""
-    layers: list[Any] = cache.layers
-    lengths = [layer.get_seq_length() for layer in layers] or [0]
-    known = (int(length) for length in lengths if not isinstance(length, Tensor) or length.device.type == "cpu")
-    return next(known, None)
 
 
 def check_batch(batch: int, cache: Cache | None) -> None:

@@ -13,12 +13,12 @@ from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from ..caches.composed_cache import QUANTIZED_LAYERS
-from ..caches.key_places import past_tokens_within
+from ..caches.key_places import known_token_count, past_tokens_within
 from ..caches.names import named_cache, takes_either_name
 from ..layers.attention_interface import implementation_for
 from .activation_checkpointing import check_keeps_cache
 from .decoder_inputs import count_positions, refuse_later_tokens
-from .input_checks import cached_tokens, check_attention_mask, check_batch, check_cached_length, check_tokens
+from .input_checks import check_attention_mask, check_batch, check_cached_length, check_tokens
 
 
 class Seq2SeqDecoderBody:
@@ -196,7 +196,7 @@ def check_cross_attention_cache(cache: Cache, source: Tensor) -> None:
     if is_tracing(source):
         return
     check_batch(source.shape[0], cache)
-    length, held = source.shape[1], cached_tokens(cache)
+    length, held = source.shape[1], known_token_count(cache)
     if held and held != length:
         raise ValueError(
             f"the cache for cross-attention holds a source of {held} tokens, but the encoder's output has {length}; "
