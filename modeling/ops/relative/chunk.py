@@ -33,6 +33,15 @@ class Operands(NamedTuple):
     visible: Tensor | None  # broadcastable to [H, B, T, S]
     added: Tensor | None  # additive mask, broadcastable to [H, B, T, S]
 
+    @property
+    def table(self) -> Tensor | None:
+        """One of the tables `[H, L, ...]`, which have the same rows; None without any."""
+        return self.bias if self.embeddings is None else self.embeddings
+
+    def content_query(self, query: Tensor) -> Tensor:
+        """What is multiplied by keys: queries `[H, B, c, D]` plus the content bias."""
+        return query if self.content_bias is None else query + self.content_bias
+
 
 class RelativeChunk(NamedTuple):
     """`c` consecutive queries and the `n` keys that any of them sees."""
@@ -59,7 +68,7 @@ class RelativeChunk(NamedTuple):
     def probabilities(self, operands: Operands, scaling: float) -> Tensor:
         """Softmax of the scores, `[H, B, c, n]`, in at least float32."""
         query = operands.query[:, :, self.queries]
-        content = query if operands.content_bias is None else query + operands.content_bias
+        content = operands.content_query(query)
         key = operands.key[:, :, self.keys].transpose(-1, -2)
         positions = self._position_scores(operands, query)
         if positions is None or scaling == 0:  # with alpha = beta = 0 some kernels of `baddbmm` write no result
@@ -85,15 +94,13 @@ class RelativeChunk(NamedTuple):
             grad_scores: `[H, B, c, n]`, of the scores before scaling.
         """
         query = operands.query[:, :, self.queries]
-        content = query if operands.content_bias is None else query + operands.content_bias
         grad_query = grad_scores @ operands.key[:, :, self.keys]
-        grads.key[:, :, self.keys] += grad_scores.transpose(-1, -2) @ content
+        grads.key[:, :, self.keys] += grad_scores.transpose(-1, -2) @ operands.content_query(query)
         if grads.content_bias is not None:
             grads.content_bias.add_(grad_query.sum((1, 2), keepdim=True, dtype=grads.content_bias.dtype))
-        tables = [table for table in (operands.embeddings, operands.bias) if table is not None]
-        if tables:
+        if operands.table is not None:
             unshifted = self._unshift(grad_scores).flatten(1, 2)  # [H, B * c, x]
-            unshifted = unshifted[..., self._real_columns(tables[0])]
+            unshifted = unshifted[..., self._real_columns(operands.table)]
             if grads.bias is not None:
                 self._table_rows(grads.bias).add_(unshifted.sum(1, dtype=grads.bias.dtype))
             if operands.embeddings is not None and grads.embeddings is not None:
@@ -117,25 +124,25 @@ class RelativeChunk(NamedTuple):
 
         They have the dtype of the query, or of a bias in a wider one.
         """
-        tables = [table for table in (operands.embeddings, operands.bias) if table is not None]
-        if not tables:
+        table = operands.table
+        if table is None:
             return None
         heads, batch = query.shape[:2]
         (num_queries, num_keys), columns = self.shape, len(self.distances)
-        real = self._real_columns(tables[0])
+        real = self._real_columns(table)
         dtype = query.dtype if operands.bias is None else torch.promote_types(query.dtype, operands.bias.dtype)
         by_distance = query.new_empty(heads, batch * num_queries, columns, dtype=dtype)
         reachable = by_distance[..., real]
         if operands.embeddings is None:
-            reachable.copy_(self._table_rows(tables[0])[:, None])
+            reachable.copy_(self._table_rows(table)[:, None])
         else:
-            table = self._table_rows(operands.embeddings).transpose(-1, -2)
+            rows = self._table_rows(operands.embeddings).transpose(-1, -2)
             if operands.bias is None:
-                torch.bmm(query.flatten(1, 2), table, out=reachable)
+                torch.bmm(query.flatten(1, 2), rows, out=reachable)
             elif operands.bias.dtype == query.dtype:
-                torch.baddbmm(self._table_rows(operands.bias)[:, None], query.flatten(1, 2), table, out=reachable)
+                torch.baddbmm(self._table_rows(operands.bias)[:, None], query.flatten(1, 2), rows, out=reachable)
             else:
-                torch.add(self._table_rows(operands.bias)[:, None], query.flatten(1, 2) @ table, out=reachable)
+                torch.add(self._table_rows(operands.bias)[:, None], query.flatten(1, 2) @ rows, out=reachable)
         return self._shifted(by_distance, num_keys)
 
     def _unshift(self, grad_scores: Tensor) -> Tensor:
