@@ -159,6 +159,10 @@ class MapChunk(NamedTuple):
     items: slice
     queries: slice
     keys: slice
-    counts: tuple[int, int, int]  # of items, queries and columns: the shape of maps without heads
     sizes: Sizes
     where: Visibility
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """The numbers of items, queries and columns: the shape of maps without heads."""
+        return self.items.stop - self.items.start, self.sizes.queries, self.sizes.keys

@@ -60,12 +60,11 @@ class Workspace:
     def chunks(self) -> Iterator[MapChunk]:
         """Yields all chunks whose queries see any key: for each span of queries, some items after the other."""
         for queries, keys in self.tiling.spans:
-            shape = queries.stop - queries.start, self.tiling.columns(keys)
-            sizes = Sizes(*shape, self.queries, self.keys)
+            sizes = Sizes(queries.stop - queries.start, self.tiling.columns(keys), self.queries, self.keys)
             for first in range(0, self.batch, self.items):
                 items = slice(first, min(first + self.items, self.batch))
                 where = self._visibility(slice(items.start // self.groups, None), queries, keys)
-                yield MapChunk(items, queries, keys, (items.stop - items.start, *shape), sizes, where)
+                yield MapChunk(items, queries, keys, sizes, where)
 
     def with_padding(self, rows: Tensor, *, of_keys: bool) -> Tensor:
         """Returns `[B, T or S, ..]` with zeros for the tiling's padding."""
