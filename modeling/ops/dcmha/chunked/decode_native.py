@@ -14,9 +14,9 @@ from ...native_library import C_FLOATS, lanes, load_or_warn, usable_threads
 from ..composition import Composition, list_tensors
 from .arguments import DecodeStep
 from .csrc.sources import DECODE
-from .native_problem import LARGEST_STACK
+from .native_problem import LARGEST_STACK, TYPES
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = tuple(TYPES)
 # One more thread is worth starting for this many elements of keys.
 ELEMENTS_PER_THREAD = 1 << 15
 # The most elements of a query `[H, D]`, which C code keeps on the stack of a thread in float32.
