@@ -75,11 +75,11 @@ def class_loss(
     return loss_function(labels, logits, config, **kwargs) * (labels.numel() / num_items_in_batch)
 
 
-def choice_loss(labels: Tensor, scores: Tensor, num_items_in_batch: Any = None) -> Tensor:
+def choice_loss(labels: Tensor, scores: Tensor, num_items_in_batch: Any) -> Tensor:
     """The loss `[]` of scores `[B, C]` of the choices in each row, of which `labels` `[B]` number the right ones.
 
     Args:
-        num_items_in_batch: number of labels in the whole batch, as in `class_loss`.
+        num_items_in_batch: number of labels in the whole batch, as in `class_loss`; None for those given.
 
     Raises:
         ValueError: labels have another shape, or, on a CPU, number no choice.

@@ -37,8 +37,8 @@ class DecoderArguments(NamedTuple):
     past_key_values: Cache | None
     inputs_embeds: Tensor | None
     use_cache: bool | None
-    cu_seq_lens: Tensor | None = None
-    key_source: KeySource | None = None
+    cu_seq_lens: Tensor | None
+    key_source: KeySource | None
 
 
 class DecoderInputs(NamedTuple):

@@ -185,8 +185,8 @@ class ComposedAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         hidden_states: Tensor,
-        cache: Cache | None = None,
-        token_mask: Tensor | None = None,
+        cache: Cache | None,
+        token_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Rotates queries `[B, H, T, D]` and keys `[B, H_kv, T, D]` by content, if the position scheme is CARoPE.
 

@@ -183,7 +183,7 @@ def _in_own_format(convert: Callable[..., Any], weight: Tensor) -> Any:
 
 
 def make_generators(
-    config: PreTrainedConfig, *, cross_attention: bool = False, key_size: int | None = None
+    config: PreTrainedConfig, *, cross_attention: bool, key_size: int | None = None
 ) -> tuple[DynamicComposition, DynamicComposition | None]:
     """Returns the generators of an attention layer that composes heads: `composition` and `key_composition`.
 

@@ -19,7 +19,7 @@ from ..ops.chunked_loss import IGNORED
 from ..ops.dcmha.attention import Attention
 from ..ops.dcmha.composition import Composition, pack_side, unpack_factors
 from ..ops.dcmha.key_source import KeySource
-from ..ops.distance_tables import NO_TABLES, DistanceTables
+from ..ops.distance_tables import DistanceTables
 from ..ops.modes import autocast
 from ..positions.absolute import longest_readable
 from ..positions.rotary import batch_dependent_rope
@@ -198,7 +198,7 @@ class SharedAttention(KeySource):
 
     context: ContextParallel
     length: int
-    first_keys: Tensor | None = None
+    first_keys: Tensor | None
 
     def to(self, *args: Any, **kwargs: Any) -> "SharedAttention":
         """The same on another device, as of a tensor; Accelerate calls it."""
@@ -218,7 +218,7 @@ class SharedAttention(KeySource):
         scaling: float,
         sliding_window: int | None,
         attend: Attention,
-        tables: DistanceTables = NO_TABLES,
+        tables: DistanceTables,
     ) -> Tensor:
         """As in `KeySource`, for the tokens of this process; all processes call it at the same time.
 

@@ -23,7 +23,7 @@ from ..ops.dcmha.key_source import KeySource
 from ..ops.dcmha.pages import Pages, without_keys
 from ..ops.dcmha.triton.attention import dcmha_triton
 from ..ops.dcmha.triton.paged_decode import decode_pages
-from ..ops.distance_tables import NO_TABLES, DistanceTables
+from ..ops.distance_tables import DistanceTables
 from .paged_rows import RowLayout
 
 # The implementations whose decoding reads rows in place; for others the rows are gathered.
@@ -134,7 +134,7 @@ class PagedAttention(KeySource):
         scaling: float,
         sliding_window: int | None,
         attend: Attention,
-        tables: DistanceTables = NO_TABLES,
+        tables: DistanceTables,
     ) -> Tensor:
         """As in `KeySource`, with `B = 1`; also writes the rows of the new tokens. Padding behind them gets zeros.
 

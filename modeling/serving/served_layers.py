@@ -13,7 +13,7 @@ from torch import Tensor
 from ..ops.dcmha.attention import Attention
 from ..ops.dcmha.composition import Composition, pack_side
 from ..ops.dcmha.key_source import KeySource
-from ..ops.distance_tables import NO_TABLES, DistanceTables
+from ..ops.distance_tables import DistanceTables
 from .paged_attention import attending_to_pages
 from .paged_rows import ALIGNMENT, RowLayout
 from .requirements import ADVICE
@@ -54,7 +54,7 @@ class Probe(KeySource):
         scaling: float,
         sliding_window: int | None,
         attend: Attention,
-        tables: DistanceTables = NO_TABLES,
+        tables: DistanceTables,
     ) -> Tensor:
         """Takes what `KeySource` takes, for one token, and returns zeros."""
         sides = [pack_side(stage, "key") for stage in (pre, post) if stage is not None]

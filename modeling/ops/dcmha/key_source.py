@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..distance_tables import NO_TABLES, DistanceTables
+from ..distance_tables import DistanceTables
 from .attention import Attention
 from .composition import Composition
 
@@ -30,7 +30,7 @@ class KeySource(Protocol):
         scaling: float,
         sliding_window: int | None,
         attend: Attention,
-        tables: DistanceTables = NO_TABLES,
+        tables: DistanceTables,
     ) -> Tensor:
         """The output `[B, T, H, D]` of the `T` tokens of a call, in a causal layer.
 

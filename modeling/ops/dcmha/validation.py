@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..distance_tables import NO_TABLES, DistanceTables, check_offset, check_table_lengths
+from ..distance_tables import DistanceTables, check_offset, check_table_lengths
 from ..validation import check_call, check_kind, is_integer
 from .composition import SIDES, Composition
 
@@ -22,7 +22,7 @@ def check_composed_call(
     attention_mask: Tensor | None,
     sliding_window: int | None,
     first_keys: Tensor | None,
-    tables: DistanceTables = NO_TABLES,
+    tables: DistanceTables,
 ) -> None:
     """Checks values, shapes, dtypes and devices of the arguments of `dcmha_attention`, but reads no contents.
 

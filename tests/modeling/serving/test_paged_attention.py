@@ -12,6 +12,7 @@ from torch import Tensor
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.modeling.layers.head_composition import DynamicComposition
 from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS
+from dynattn.modeling.ops.distance_tables import NO_TABLES
 from dynattn.modeling.serving import paged_attention
 from dynattn.modeling.serving.paged_attention import LayerRows, PagedAttention, RequestRows, Span
 from dynattn.modeling.serving.served_layers import served_layers
@@ -43,7 +44,7 @@ def prepare(
     rows = LayerRows(*pools, write, RequestRows(spans, table, new_rows))
     paged = PagedAttention(layout, lambda layer: rows)
     attend = COMPOSING_IMPLEMENTATIONS[implementation]
-    options: dict[str, Any] = {"scaling": 0.3, "sliding_window": None, "attend": attend}
+    options: dict[str, Any] = {"scaling": 0.3, "sliding_window": None, "attend": attend, "tables": NO_TABLES}
     return torch.no_grad()(lambda: paged.attend(0, *states, *stages, **options))
 
 

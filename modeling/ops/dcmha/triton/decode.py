@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...custom_operators import NAMESPACE
-from ...distance_tables import NO_TABLES, DistanceTables
+from ...distance_tables import DistanceTables
 from ...masking import split_mask
 from ..composition import Composition, list_tensors
 from .arguments import unspecialized
@@ -93,7 +93,7 @@ def decode(
     mask: Tensor | None,
     first_keys: Tensor | None,
     sliding_window: int | None,
-    tables: DistanceTables = NO_TABLES,
+    tables: DistanceTables,
 ) -> Tensor:
     """Returns `[B, 1, H, D]` for a query `[B, H, 1, D]` at the last key, without gradients.
 

@@ -105,9 +105,7 @@ def composes_on_tensor_cores(heads: int, dtype: torch.dtype, shared_memory: int,
     return mixes_heads and has_memory and dtype != torch.float32 and FEWEST_HEADS <= heads <= MOST_HEADS
 
 
-def tiles_for(
-    term_counts: tuple[int, ...], *, wide_static: bool, has_gain: bool = False
-) -> dict[str, tuple[int, int, int]]:
+def tiles_for(term_counts: tuple[int, ...], *, wide_static: bool, has_gain: bool) -> dict[str, tuple[int, int, int]]:
     """Returns the patch and the warps of each head by head kernel.
 
     Args:
