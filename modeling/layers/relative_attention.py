@@ -196,12 +196,15 @@ class RCMHACrossAttention(ConvolvedHeads):
     ) -> tuple[Tensor, Tensor]:
         """Keys and values `[B, H, S, D]` of `source` `[B, S, E]`, convolved; from the second call on from the cache."""
         if past_key_values is None:
-            return self.project("k", source, source_mask), self.project("v", source, source_mask)
+            return self._project_source(source, source_mask)
         cache, length = past_key_values.cross_attention_cache, source.shape[1]
         if past_key_values.is_updated.get(self.layer_idx):
             key, value = read_layer(cache, self.layer_idx, source.device)
         else:
-            key, value = self.project("k", source, source_mask), self.project("v", source, source_mask)
-            key, value = update_layer(cache, key, value, self.layer_idx)
+            key, value = update_layer(cache, *self._project_source(source, source_mask), self.layer_idx)
             past_key_values.is_updated[self.layer_idx] = True
         return key[:, :, :length], value[:, :, :length]
+
+    def _project_source(self, source: Tensor, source_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What `_read_source` returns without a cache."""
+        return self.project("k", source, source_mask), self.project("v", source, source_mask)
