@@ -29,7 +29,7 @@ from .paged_attention import LayerRows, PagedAttention, RequestRows, Span
 from .paged_rows import RowLayout
 from .requirements import (
     check_joins,
-    check_model,
+    check_positions,
     check_request,
     check_settings,
     new_token_limit,
@@ -221,8 +221,9 @@ def start_batching(
     manager that is still kept has the settings of its first call; a later call may give the same settings, or none.
 
     Raises:
-        ValueError: serving does not support the model or the settings, see `check_model` and `check_settings`, or the
-            kept manager has other ones; or the cache has no room for the longest request of `workload_hints`.
+        ValueError: serving does not support the model's positions or the settings, see `check_positions` and
+            `check_settings`, or the kept manager has other ones; or the cache has no room for the longest request of
+            `workload_hints`.
     """
     hints, config = workload_hints or WorkloadHints(), model.config.get_text_config(decoder=True)
     is_given = generation_config is not None
@@ -237,7 +238,7 @@ def start_batching(
     if generation_config.eos_token_id is None:
         generation_config.eos_token_id = -1  # what Transformers takes for "none"
     settings = continuous_batching_config or ContinuousBatchingConfig()
-    check_model(config)
+    check_positions(config)
     check_settings(config.vocab_size, generation_config, settings)
     served: Any = ServedModel(model)
     manager = ComposedBatchingManager(served, generation_config, with_sizes(served, settings, hints), hints)

@@ -94,7 +94,7 @@ def check_paged_cache(model: Any, *, raw: bool = False) -> None:
         )
 
 
-def check_model(config: Any) -> None:
+def check_positions(config: Any) -> None:
     """Raises ValueError if rows do not hold all that positions need, or rotary angles depend on the other requests."""
     if "carope" in getattr(config, "schemes", ()):
         raise ValueError(

@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
-from ..requirements import check_model
+from ..requirements import check_positions
 
 # Methods of speculative decoding that draft tokens from earlier ones, without a model.
 TOKEN_DRAFTS = ("ngram", "suffix")
@@ -26,7 +26,7 @@ class ComposedOptions(VerifyAndUpdateConfig):
             ValueError: an option is not supported.
         """
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
-        check_model(model.hf_text_config)
+        check_positions(model.hf_text_config)
         _check_drafts(vllm_config.speculative_config)
         if model.runner_type != "generate":
             raise ValueError(

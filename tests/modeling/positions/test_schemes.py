@@ -50,7 +50,7 @@ from dynattn.modeling.positions.alibi import alibi_bias, alibi_slopes
 from dynattn.modeling.positions.carope import ContentRotary, last_phases, pack_phases
 from dynattn.modeling.positions.learned_tables import DistanceTable, t5_buckets
 from dynattn.modeling.positions.rotary import RotaryEmbedding, rotate
-from dynattn.modeling.serving.requirements import check_model
+from dynattn.modeling.serving.requirements import check_positions
 
 CPU = torch.device("cpu")
 # Of models of Transformers in float64 whose norms, softmax, angles or constants are those of float32 all the same.
@@ -754,13 +754,13 @@ def test_attention_that_would_ignore_tables_is_refused(name: str, fields: dict[s
 def test_paged_caches_are_refused_where_phases_or_the_longest_request_matter() -> None:
     assert not DCFormerForCausalLM(DCFormerConfig(**SMALL, position_scheme="carope")).supports_paged_cache
     with pytest.raises(ValueError, match="needs more of earlier tokens than a paged cache keeps"):
-        check_model(DCFormerConfig(**SMALL, position_scheme="carope"))
+        check_positions(DCFormerConfig(**SMALL, position_scheme="carope"))
     for scheme in ("none", "alibi", "t5", "learned"):
         assert DCFormerForCausalLM(DCFormerConfig(**SMALL, position_scheme=scheme)).supports_paged_cache
-        check_model(DCFormerConfig(**SMALL, position_scheme=scheme, position_gain="bucket"))
+        check_positions(DCFormerConfig(**SMALL, position_scheme=scheme, position_gain="bucket"))
     nested = {"full_attention": dict(ROPES[5]), "sliding_attention": {"rope_theta": 1e4}}
     with pytest.raises(ValueError, match="rope_type 'longrope' rotates all tokens of a batch"):
-        check_model(DCFormerConfig(**SMALL, rope_parameters=nested))
+        check_positions(DCFormerConfig(**SMALL, rope_parameters=nested))
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
