@@ -21,6 +21,7 @@ from .families import FAMILIES, Family
 
 # The linear layers that PEFT's LoRA adapts in models of our families if a `LoraConfig` names none.
 LORA_TARGETS = ("q_proj", "v_proj")
+COMPOSED_CLASSES = "dynattn.modeling.other_models.composed_classes"
 
 
 class ModelEntries(dict[type, Any]):
@@ -75,10 +76,27 @@ def find_composed_classes(auto_factory: Any) -> None:
         parts = (config, getattr(config, "text_config", None))
         if all(getattr(part, "composed_heads", None) is None for part in parts):
             return find(config, models)
-        return import_module("dynattn.modeling.other_models.composed_classes").composing_class(find, config, models)
+        return import_module(COMPOSED_CLASSES).composing_class(find, config, models)
 
     if find.__module__ != __name__:
         auto_factory._get_model_class = find_class
+
+
+def find_composed_parts(modeling_utils: Any) -> None:
+    """Makes models compose the heads of a part that has `composed_heads` where they name its class themselves.
+
+    Such as the decoder of a MusicGen, or the language model of a Qwen2-VL; most others ask an Auto class for theirs.
+    """
+    plain_class = modeling_utils.PreTrainedModel
+    make = plain_class._from_config.__func__
+
+    def make_part(cls: Any, config: Any, **kwargs: Any) -> Any:
+        if getattr(config, "composed_heads", None) is not None:
+            cls = import_module(COMPOSED_CLASSES).with_own_options(cls)
+        return make(cls, config, **kwargs)
+
+    if make.__module__ != __name__:
+        plain_class._from_config = classmethod(make_part)
 
 
 def name_lora_targets(constants: ModuleType) -> None:
@@ -108,6 +126,7 @@ def _write_code(config: Any, folder: Path) -> list[str]:
 ACTIONS: dict[str, Callable[[ModuleType], None]] = {
     "dynattn.configuration.portable_config": keep_code,
     "peft.utils.constants": name_lora_targets,
+    "transformers.modeling_utils": find_composed_parts,
     "transformers.models.auto.auto_factory": find_composed_classes,
     "transformers.models.auto.configuration_auto": register_configurations,
     "transformers.models.auto.modeling_auto": register_models,

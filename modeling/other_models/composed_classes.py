@@ -259,14 +259,17 @@ def composing_class(find: Callable[[Any, Any], Any], config: Any, models: Any) -
     plain_config = copy.copy(config)
     plain_config.architectures = [name.removeprefix(PREFIX) for name in config.architectures or ()]
     found = find(plain_config, models)
-    if hasattr(found, "plain_class"):  # registered by the user
-        return found
     own = config.text_config if found.config_class is config.sub_configs.get("text_config") else config
     if getattr(own, "composed_heads", None) is not None:
-        return _class_with_options(found, "{}")
-    if own is config:
+        return with_own_options(found)
+    if own is config or hasattr(found, "plain_class"):
         return found
     return _class_with_options(found, json.dumps(UNSEEN_OPTIONS | _chosen_options({}, config.composed_heads)))
+
+
+def with_own_options(model_class: Any) -> Any:
+    """The class with the options of the configuration that its model gets, or the same if it composes heads already."""
+    return model_class if hasattr(model_class, "plain_class") else _class_with_options(model_class, "{}")
 
 
 @cache

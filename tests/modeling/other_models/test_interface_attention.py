@@ -32,6 +32,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertLMHeadModel,
+    CLIPConfig,
+    CLIPModel,
     ContinuousBatchingConfig,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -640,6 +642,24 @@ def test_parts_made_by_auto_classes_start_as_the_identity_and_keep_what_they_lea
     EncoderDecoderModel(encoder=encoder, decoder=model.decoder)
     for name, weight in encoder.state_dict().items():
         torch.testing.assert_close(weight, learned[name], msg=name, atol=0, rtol=0)
+
+
+def test_a_part_whose_class_its_model_names_is_composed_as_one_that_an_auto_class_finds(tmp_path: Path) -> None:
+    parts: dict[str, Any] = {"text_config": {**SIZES, "vocab_size": 97}, "vision_config": {**SIZES, "image_size": 32}}
+    given = {"input_ids": IDS, "pixel_values": torch.randn(2, 3, 32, 32)}
+    plain = CLIPModel(CLIPConfig(**parts)).eval()
+    plain.save_pretrained(tmp_path / "plain")
+    parts["text_config"]["composed_heads"] = {"compose_rank": 1}
+    model = CLIPModel.from_pretrained(tmp_path / "plain", config=CLIPConfig(**parts)).eval()
+    torch.testing.assert_close(model(**given).text_embeds, plain(**given).text_embeds)
+    strengthen(model)
+    assert {type(part).__name__ for part in (model.text_model, model.vision_model)} == {
+        "ComposedCLIPTextModel",
+        "CLIPVisionModel",
+    }
+    model.save_pretrained(tmp_path / "composed")
+    for loaded in (CLIPModel.from_pretrained(tmp_path / "composed"), AutoModel.from_pretrained(tmp_path / "composed")):
+        torch.testing.assert_close(loaded(**given).text_embeds, model(**given).text_embeds)
 
 
 def test_an_auto_class_has_several_composing_classes_or_none_for_a_configuration() -> None:
