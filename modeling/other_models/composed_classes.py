@@ -86,13 +86,19 @@ class ComposedModel(PreTrainedModel):
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         kept = getattr(config, "composed_heads", None)
         chosen = _chosen_options(self.given_options, kept)
-        config = copy.copy(config)  # the caller may make a plain model of it, too
+        # An implementation is of this machine, and others may not have it.
+        saved = {name: value for name, value in chosen.items() if name != "implementation"}
+        # With these options it stays the same object, which a model that has this one as a part holds and may change.
+        if saved != kept:
+            config = copy.copy(config)  # the caller may make a plain model of it, too
         config.composed_heads = None  # heads of models within are composed below, and not when an Auto class makes them
-        super().__init__(config, *args, **kwargs)
+        try:
+            super().__init__(config, *args, **kwargs)
+        finally:
+            config.composed_heads = saved
+        self.config.composed_heads = saved  # some classes copy the configuration
         self.composed_before = kept is not None
         self._tp_plan = _plan_with_generators(self, compose_heads_of(self, **chosen))
-        chosen.pop("implementation", None)  # of this machine, which others may not have
-        self.config.composed_heads = chosen
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As in Python, but `pickle` cannot find a class that was made in a function, so it gets what it is made of."""

@@ -662,6 +662,17 @@ def test_a_part_whose_class_its_model_names_is_composed_as_one_that_an_auto_clas
         torch.testing.assert_close(loaded(**given).text_embeds, model(**given).text_embeds)
 
 
+def test_a_part_reads_the_configuration_that_the_whole_has_of_it() -> None:
+    """Transformers and users change the latter later on."""
+    parts: dict[str, Any] = {"text_config": {**SIZES, "composed_heads": {}}, "vision_config": SIZES}
+    model = CLIPModel(CLIPConfig(**parts))
+    assert model.text_model.config is model.config.text_config
+    assert model.config.text_config.composed_heads == {}
+    model.set_attn_implementation({"text_config": "eager"})
+    attention = next(part for part in model.text_model.modules() if isinstance(part, SideGenerators))
+    assert attention.implementation == "eager"
+
+
 def test_an_auto_class_has_several_composing_classes_or_none_for_a_configuration() -> None:
     config = DeiTConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4, composed_heads={}
