@@ -67,8 +67,8 @@ def register_models(modeling_auto: ModuleType) -> None:
 def find_composed_classes(auto_factory: Any) -> None:
     """Makes Auto classes return a class with composed heads where the configuration has `composed_heads`.
 
-    Such a configuration is that of a model of Transformers, whose plain class would leave out the composition. Some
-    Auto classes make a model of the part of a configuration that is for texts.
+    Such a configuration names the class of a model of Transformers with a prefix, by which Auto classes do not know it.
+    Some of them make a model of the part of a configuration that is for texts.
     """
     find = auto_factory._get_model_class
 
@@ -82,21 +82,21 @@ def find_composed_classes(auto_factory: Any) -> None:
         auto_factory._get_model_class = find_class
 
 
-def find_composed_parts(modeling_utils: Any) -> None:
-    """Makes models compose the heads of a part that has `composed_heads` where they name its class themselves.
+def make_composed_models(modeling_utils: Any) -> None:
+    """Makes all classes of models compose heads where the configuration has `composed_heads`.
 
-    Such as the decoder of a MusicGen, or the language model of a Qwen2-VL; most others ask an Auto class for theirs.
+    Also the plain one that a model has in Transformers, which many models call themselves for their parts, and users to
+    load a checkpoint.
     """
     plain_class = modeling_utils.PreTrainedModel
-    make = plain_class._from_config.__func__
 
-    def make_part(cls: Any, config: Any, **kwargs: Any) -> Any:
+    def make(cls: Any, config: Any = None, *args: Any, **kwargs: Any) -> Any:
         if getattr(config, "composed_heads", None) is not None:
             cls = import_module(COMPOSED_CLASSES).with_own_options(cls)
-        return make(cls, config, **kwargs)
+        return super(plain_class, cls).__new__(cls)  # Python calls the `__init__` of this class
 
-    if make.__module__ != __name__:
-        plain_class._from_config = classmethod(make_part)
+    if "__new__" not in vars(plain_class):
+        plain_class.__new__ = staticmethod(make)  # `DataParallel` calls that of an object
 
 
 def name_lora_targets(constants: ModuleType) -> None:
@@ -126,7 +126,7 @@ def _write_code(config: Any, folder: Path) -> list[str]:
 ACTIONS: dict[str, Callable[[ModuleType], None]] = {
     "dynattn.configuration.portable_config": keep_code,
     "peft.utils.constants": name_lora_targets,
-    "transformers.modeling_utils": find_composed_parts,
+    "transformers.modeling_utils": make_composed_models,
     "transformers.models.auto.auto_factory": find_composed_classes,
     "transformers.models.auto.configuration_auto": register_configurations,
     "transformers.models.auto.modeling_auto": register_models,

@@ -68,6 +68,8 @@ from transformers import (
     MllamaForCausalLM,
     MllamaForConditionalGeneration,
     MllamaTextConfig,
+    OwlViTConfig,
+    OwlViTModel,
     Pix2StructConfig,
     Pix2StructForConditionalGeneration,
     PreTrainedModel,
@@ -434,7 +436,8 @@ def test_a_composition_that_another_program_dropped_is_told(tmp_path: Path, monk
     composed_class.from_pretrained(tmp_path / "composed")
     composed_class(model.config)
     assert not told
-    LlamaForCausalLM.from_pretrained(tmp_path / "composed").save_pretrained(tmp_path / "dropped")
+    llama().save_pretrained(tmp_path / "dropped")
+    model.config.save_pretrained(tmp_path / "dropped")
     composed_class.from_pretrained(tmp_path / "dropped")
     assert len(told) == 1 and f"{tmp_path / 'dropped'} has composed_heads, but its files lack all weights" in told[0]
 
@@ -660,6 +663,30 @@ def test_a_part_whose_class_its_model_names_is_composed_as_one_that_an_auto_clas
     model.save_pretrained(tmp_path / "composed")
     for loaded in (CLIPModel.from_pretrained(tmp_path / "composed"), AutoModel.from_pretrained(tmp_path / "composed")):
         torch.testing.assert_close(loaded(**given).text_embeds, model(**given).text_embeds)
+
+
+def test_a_part_that_its_model_makes_by_a_call_of_the_class_is_composed(tmp_path: Path) -> None:
+    text = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 48}
+    text |= {"vocab_size": 97, "eos_token_id": 96, "composed_heads": {"compose_rank": 1}}
+    sizes = {**SIZES, "image_size": 8, "patch_size": 4}
+    given = {"input_ids": IDS, "pixel_values": torch.randn(2, 3, 8, 8)}
+    model = OwlViTModel(OwlViTConfig(text_config=text, vision_config=sizes)).eval()
+    strengthen(model)
+    assert any("composition." in name for name in model.text_model.state_dict())
+    model.save_pretrained(tmp_path)
+    loaded = OwlViTModel.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(**given).text_embeds, model(**given).text_embeds)
+
+
+def test_the_class_that_a_model_has_in_transformers_composes_it(tmp_path: Path) -> None:
+    model = with_composed_heads(LlamaForCausalLM, compose_rank=1)(LlamaConfig(**DECODER)).eval()
+    strengthen(model)
+    model.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits)
+    assert type(LlamaForCausalLM(model.config)) is type(loaded)
+    model.config.composed_heads = None
+    assert type(LlamaForCausalLM(model.config)) is LlamaForCausalLM
 
 
 def test_a_part_reads_the_configuration_that_the_whole_has_of_it() -> None:
