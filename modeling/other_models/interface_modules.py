@@ -56,7 +56,11 @@ def refuse_foreign_parts(attention: Any) -> None:
 
 
 def interface_sizes(attention: Any) -> tuple[int, int, int]:
-    """Widths of what queries and keys are projected from, and the number of query heads."""
+    """Widths of what queries and keys are projected from, and the number of query heads.
+
+    Raises:
+        ValueError: no such number is known, as where channels attend to each other (Florence-2).
+    """
     query, key = (int(_input_size(projection) or 0) for projection in projections_of(attention))
     for name in ("num_heads", "num_attention_heads", "n_heads"):
         if isinstance(count := getattr(attention, name, None), int):
@@ -65,7 +69,10 @@ def interface_sizes(attention: Any) -> tuple[int, int, int]:
     if output is not None and hasattr(attention, "head_dim"):
         # Values may be of another width than queries and keys, as in MiMo-V2-Flash.
         return query, key, output.in_features // getattr(attention, "v_head_dim", attention.head_dim)
-    return query, key, attention.config.num_attention_heads
+    if not isinstance(count := getattr(attention.config, "num_attention_heads", None), int):
+        kind = type(attention).__name__
+        raise ValueError(f"{kind} has no number of heads that is known; leave it out by names=[...]")
+    return query, key, count
 
 
 def _input_size(projection: Any) -> int | None:

@@ -46,6 +46,8 @@ from transformers import (
     EncoderDecoderModel,
     FalconH1Config,
     FalconH1ForCausalLM,
+    Florence2VisionBackbone,
+    Florence2VisionConfig,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -843,6 +845,12 @@ def test_attention_that_cannot_have_composed_heads_is_refused(name: str) -> None
     model_class, make_config, message = UNFIT[name]
     model = model_class(make_config()).eval()
     with pytest.raises(ValueError, match=rf"layers\.0\.self_attn: {message}.*; leave it out by names"):
+        compose_heads_of(model)
+
+
+def test_attention_without_a_known_number_of_heads_is_refused() -> None:
+    model = Florence2VisionBackbone(Florence2VisionConfig(embed_dim=[16] * 4, num_heads=[2] * 4, num_groups=[2] * 4))
+    with pytest.raises(ValueError, match=r"channel_attn: Florence2VisionChannelAttention has no number of heads that"):
         compose_heads_of(model)
 
 
