@@ -81,5 +81,6 @@ def longest_readable(config: Any) -> int | None:
     config = config.get_text_config(decoder=True)
     scheme = getattr(config, "position_scheme", None)
     unlimited = scheme != "learned" if scheme is not None else getattr(config, "rope_parameters", None) is not None
-    has_table = not unlimited or getattr(config, "is_relative", False)
-    return context_length(config) if has_table else None
+    # Tables of relative positions have a row for each distance in a window; without a window texts outgrow them.
+    outgrows_tables = getattr(config, "is_relative", False) and config.sliding_window is None
+    return context_length(config) if outgrows_tables or not unlimited else None

@@ -42,6 +42,8 @@ from dynattn import (
     DCFormerForCausalLM,
     DCPythiaConfig,
     DCPythiaForCausalLM,
+    RCMHAConfig,
+    RCMHAForCausalLM,
     dcmha_attention,
 )
 from dynattn.modeling.common.input_checks import check_learned_positions, check_position_range
@@ -708,6 +710,19 @@ def test_tables_limit_what_a_model_can_read() -> None:
     assert longest_readable(DCFormerConfig(position_scheme="learned", max_position_embeddings=48)) == 48
     assert longest_readable(DCFormerConfig(max_position_embeddings=48)) is None
     assert longest_readable(GPT2Config(n_positions=32)) == 32
+
+
+@torch.no_grad()
+def test_relative_positions_limit_what_a_model_without_a_window_can_read() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    windowed = RCMHAConfig(**sizes, mem_len=3, max_position_embeddings=6)
+    assert longest_readable(windowed) is None
+    RCMHAForCausalLM(windowed)(torch.arange(20)[None])
+    for fields in ({"mem_len": None}, {"mem_len": 3, "memory_type": "segment"}):
+        config = RCMHAConfig(**sizes, **fields, max_position_embeddings=6)
+        assert longest_readable(config) == 6
+        with pytest.raises(ValueError, match="tables end at max_position_embeddings"):
+            RCMHAForCausalLM(config)(torch.arange(7)[None])
 
 
 @pytest.mark.parametrize(
