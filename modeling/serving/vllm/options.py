@@ -35,11 +35,7 @@ class ComposedOptions(VerifyAndUpdateConfig):
             )
         _limit_length(model)
         dtype, cache_dtype = str(model.dtype).removeprefix("torch."), vllm_config.cache_config.cache_dtype
-        if parallel.tensor_parallel_size > 1 and parallel.data_parallel_size > 1:
-            raise ValueError(
-                f"data_parallel_size={parallel.data_parallel_size} beside tensor_parallel_size="
-                f"{parallel.tensor_parallel_size} is not supported with composed heads; start an engine for each copy"
-            )
+        _check_processes(parallel)
         _check_quantization(model, parallel.tensor_parallel_size)
         if cache_dtype not in ("auto", dtype):
             raise ValueError(
@@ -50,6 +46,23 @@ class ComposedOptions(VerifyAndUpdateConfig):
         for name, owner in transfers.items():
             if getattr(owner, name) is not None:
                 raise ValueError(f"{name} is set, but pages of composed heads cannot be transferred; leave it out")
+
+
+def _check_processes(parallel: Any) -> None:
+    """Raises ValueError if processes have parts of a model and copies of it besides, or parts of a request's tokens.
+
+    vLLM looks for the latter at its own attention, and takes other layers for such as attend to parts.
+    """
+    if parallel.tensor_parallel_size > 1 and parallel.data_parallel_size > 1:
+        raise ValueError(
+            f"data_parallel_size={parallel.data_parallel_size} beside tensor_parallel_size="
+            f"{parallel.tensor_parallel_size} is not supported with composed heads; start an engine for each copy"
+        )
+    if parallel.decode_context_parallel_size > 1:
+        raise ValueError(
+            f"decode_context_parallel_size={parallel.decode_context_parallel_size} would give each process the pages "
+            "of a part of the tokens, and composed heads need those of all; leave it out"
+        )
 
 
 def is_quantized(model: Any) -> bool:

@@ -16,6 +16,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"tensor_parallel_size": 2, "data_parallel_size": 2},
         "data_parallel_size=2 beside tensor_parallel_size=2 is not supported",
     ),
+    "tokens divided among processes": (
+        {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "hf_overrides": {"num_key_value_heads": 1}},
+        "decode_context_parallel_size=2 would give each process the pages of a part of the tokens",
+    ),
     "weights to be quantized": (
         {"quantization": "fp8", "dtype": "bfloat16"},
         "quantization='fp8' would not be applied.* serve a checkpoint that Transformers saved",
