@@ -27,6 +27,7 @@ class ComposedForCausalLM(nn.Module):
         super().__init__()
         implementation = "triton" if vllm_config.device_config.device_type == "cuda" else "chunked"
         self.processes = vllm_config.parallel_config.tensor_parallel_size
+        self.download_folder = vllm_config.load_config.download_dir
         self.has_weights = False  # whether the decoder has them when it is made, so that vLLM loads none
         self.decoder: Any = self.make_decoder(vllm_config.model_config, implementation)
         layers = served_layers(self.decoder)
@@ -63,6 +64,7 @@ class ComposedForCausalLM(nn.Module):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             options.model,
             revision=options.revision,
+            cache_dir=self.download_folder,
             config=options.hf_config,
             dtype=options.dtype,
             output_loading_info=True,
