@@ -92,7 +92,7 @@ def test_the_folders_code_and_the_package_answer_in_one_process(original: Path, 
     remote = get_class_from_dynamic_module("modeling_composed.ComposedLlamaForCausalLM", published)
     theirs = remote.from_pretrained(published)
     assert type(theirs).__module__.startswith("transformers_modules.")
-    plain = LlamaForCausalLM.from_pretrained(original)
+    plain = LlamaForCausalLM.from_pretrained(original, composed_heads=None)
     assert not torch.allclose(logits(plain), logits(ours), atol=0.01)
     for model in (ours, theirs, AutoModelForCausalLM.from_pretrained(published), ours):
         torch.testing.assert_close(logits(model), logits(ours), atol=0, rtol=0)
@@ -215,8 +215,9 @@ def test_buffers_are_no_parameters(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_published_is_told_so(original: Path, tmp_path: Path) -> None:
-    """A model that was loaded and saved by its class in Transformers has lost its composition, but not the field."""
-    LlamaForCausalLM.from_pretrained(original).save_pretrained(tmp_path / "lost")
+    """A model that a program without this package loaded and saved has lost its composition, but not the field."""
+    LlamaForCausalLM.from_pretrained(original, composed_heads=None).save_pretrained(tmp_path / "lost")
+    edit_config(tmp_path / "lost", composed_heads={"compose_rank": 2})
     with pytest.raises(
         UserError, match=r"the architecture 'LlamaForCausalLM' in .* is none of those that dynattn\.with"
     ):
