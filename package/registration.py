@@ -90,10 +90,13 @@ def make_composed_models(modeling_utils: Any) -> None:
     """
     plain_class = modeling_utils.PreTrainedModel
 
-    def make(cls: Any, config: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def make(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        config = args[0] if args else kwargs.get("config")
         if getattr(config, "composed_heads", None) is not None:
             cls = import_module(COMPOSED_CLASSES).with_own_options(cls)
-        return super(plain_class, cls).__new__(cls)  # Python calls the `__init__` of this class
+        following = super(plain_class, cls).__new__  # of another base of the user's class, which may read its arguments
+        # Python calls the `__init__` of the class that this object has.
+        return following(cls) if following is object.__new__ else following(cls, *args, **kwargs)
 
     if "__new__" not in vars(plain_class):
         plain_class.__new__ = staticmethod(make)  # `DataParallel` calls that of an object

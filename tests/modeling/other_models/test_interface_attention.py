@@ -691,6 +691,25 @@ def test_the_class_that_a_model_has_in_transformers_composes_it(tmp_path: Path) 
     assert type(LlamaForCausalLM(model.config)) is LlamaForCausalLM
 
 
+def test_other_bases_of_a_model_class_get_its_arguments() -> None:
+    """Such as `PyTorchModelHubMixin`, which keeps them for the file that it writes."""
+
+    class Keeping:
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            made = super().__new__(cls)
+            made.given = (args, kwargs)
+            return made
+
+    class KeepingLlama(LlamaForCausalLM, Keeping):
+        given: Any
+
+    config = LlamaConfig(**DECODER)
+    assert KeepingLlama(config).given == ((config,), {})
+    config.composed_heads = {}
+    made = KeepingLlama(config=config)
+    assert made.given == ((), {"config": config}) and type(made).__name__ == "ComposedKeepingLlama"
+
+
 def test_a_part_reads_the_configuration_that_the_whole_has_of_it() -> None:
     """Transformers and users change the latter later on."""
     parts: dict[str, Any] = {"text_config": {**SIZES, "composed_heads": {}}, "vision_config": SIZES}
