@@ -14,10 +14,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from cases.versions import is_before
-
-# Its imports need what Transformers has had since 5.23.
-collect_ignore = ["modeling/serving/test_continuous_batching.py"] if is_before("5.23") else []
 
 # Data and code that tests load stay out of the user's caches, which may be full of other things, or not writable.
 _CACHES = tempfile.TemporaryDirectory(prefix="dynattn-tests-")

@@ -57,6 +57,11 @@ def test_a_seed_always_gives_the_same_case() -> None:
         assert as_line(kind.name, kind.case(7)).startswith(f"python -m tests.fuzz.main --repeat {kind.name} '")
 
 
+def test_what_every_test_gets_is_found_without_pytest() -> None:
+    """The fuzzing imports it, too, and pytest alone finds the folder of cases."""
+    subprocess.run([sys.executable, "-c", "from tests import conftest"], cwd=ROOT, check=True)
+
+
 @pytest.mark.parametrize(("status", "says"), [(9, "status 9"), (-9, "killed by SIGKILL")])
 def test_a_process_that_dies_is_a_finding_of_its_case_alone(status: int, says: str) -> None:
     def die(case: Case) -> None:
