@@ -88,7 +88,7 @@ class ComposedModel(PreTrainedModel):
         chosen = _chosen_options(self.given_options, kept)
         # An implementation is of this machine, and others may not have it.
         saved = {name: value for name, value in chosen.items() if name != "implementation"}
-        # With these options it stays the same object, which a model that has this one as a part holds and may change.
+        # If it has them, it stays the same object: a model around this one holds it, too, and may change it later.
         if saved != kept:
             config = copy.copy(config)  # the caller may make a plain model of it, too
         config.composed_heads = None  # heads of models within are composed below, and not when an Auto class makes them

@@ -550,16 +550,21 @@ def test_options_that_a_checkpoint_was_saved_with_stay(tmp_path: Path) -> None:
             with_composed_heads(LlamaForCausalLM, **options).from_pretrained(tmp_path)
 
 
-def test_auto_classes_load_the_heads_that_a_configuration_says_are_composed(tmp_path: Path) -> None:
+def test_auto_classes_and_the_plain_class_load_the_heads_that_a_configuration_says_are_composed(tmp_path: Path) -> None:
     model = with_composed_heads(LlamaForCausalLM, compose_rank=1)(LlamaConfig(**DECODER)).eval()
     strengthen(model)
     model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits)
+    for loading in (LlamaForCausalLM, AutoModelForCausalLM):
+        loaded = loading.from_pretrained(tmp_path).eval()
+        torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits)
     inner = AutoModel.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(inner(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
-    assert type(AutoModelForCausalLM.from_config(loaded.config)) is type(loaded)
+    assert (
+        type(AutoModelForCausalLM.from_config(loaded.config)) is type(LlamaForCausalLM(loaded.config)) is type(loaded)
+    )
     assert pickle.loads(pickle.dumps(loaded)).config.composed_heads == {"compose_rank": 1}
+    loaded.config.composed_heads = None
+    assert type(LlamaForCausalLM(loaded.config)) is LlamaForCausalLM
     assert type(AutoModelForCausalLM.from_config(LlamaConfig(**DECODER))) is LlamaForCausalLM
 
 
@@ -678,17 +683,6 @@ def test_a_part_that_its_model_makes_by_a_call_of_the_class_is_composed(tmp_path
     model.save_pretrained(tmp_path)
     loaded = OwlViTModel.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(loaded(**given).text_embeds, model(**given).text_embeds)
-
-
-def test_the_class_that_a_model_has_in_transformers_composes_it(tmp_path: Path) -> None:
-    model = with_composed_heads(LlamaForCausalLM, compose_rank=1)(LlamaConfig(**DECODER)).eval()
-    strengthen(model)
-    model.save_pretrained(tmp_path)
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits)
-    assert type(LlamaForCausalLM(model.config)) is type(loaded)
-    model.config.composed_heads = None
-    assert type(LlamaForCausalLM(model.config)) is LlamaForCausalLM
 
 
 def test_other_bases_of_a_model_class_get_its_arguments() -> None:
