@@ -8,18 +8,9 @@ from huggingface_hub.dataclasses import strict
 from .field_rules import check_choices
 from .mixers import mixer_fields
 from .portable_config import PortableConfig, default_head_dim
+from .tensor_parallel_plans import ATTENTION_PLAN
 
 QK_NORM_TYPES = ("rms_norm", "layer_norm", "joint_rms_norm")
-# What tensor parallelism splits of attention where a device can have some of the heads, by styles of Transformers and
-# of `modeling/layers/tensor_parallel.py`.
-WHOLE_HEADS, HEAD_GROUPS, HEAD_NORM = "whole_heads", "head_groups", "head_norm"
-ATTENTION_PLAN = {
-    "layers.*.self_attn": WHOLE_HEADS,
-    **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
-    **{f"layers.*.self_attn.{name}_norm": HEAD_NORM for name in "qk"},
-    "layers.*.self_attn.composition": HEAD_GROUPS,
-    "layers.*.self_attn.o_proj": "rowwise",
-}
 
 
 @strict

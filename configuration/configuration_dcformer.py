@@ -6,7 +6,8 @@ from huggingface_hub.dataclasses import strict
 
 from .composed_config import ComposedConfig, repeat_layer_types
 from .field_rules import check_choices
-from .portable_config import GATED_MLP_PLAN, model_size
+from .portable_config import model_size
+from .tensor_parallel_plans import GATED_MLP_PLAN
 
 NORM_PLACEMENTS = ("input", "output")
 

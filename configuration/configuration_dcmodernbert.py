@@ -6,7 +6,8 @@ from huggingface_hub.dataclasses import strict
 
 from .composition_config import CompositionConfig
 from .field_rules import check_choices, check_layer_types, check_rope_mapping, check_rope_parameters
-from .portable_config import GATED_MLP_PLAN, model_size
+from .portable_config import model_size
+from .tensor_parallel_plans import GATED_MLP_PLAN
 
 THETAS = {"full_attention": 160_000.0, "sliding_attention": 10_000.0}
 POOLINGS = ("cls", "mean")

@@ -6,7 +6,8 @@ from huggingface_hub.dataclasses import strict
 
 from .composed_config import ComposedConfig
 from .field_rules import check_rope_mapping
-from .portable_config import MLP_PLAN, model_size
+from .portable_config import model_size
+from .tensor_parallel_plans import MLP_PLAN
 
 
 @strict

@@ -5,8 +5,9 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 
 from .field_rules import check_buckets, check_choices, check_even_heads
-from .portable_config import MLP_PLAN, model_size
+from .portable_config import model_size
 from .relative_config import RelativeConfig
+from .tensor_parallel_plans import MLP_PLAN
 
 MEMORY_TYPES = ("streaming", "segment")
 MEMORY_SCHEMES = ("none", "rope", "alibi", "t5", "learned", "sinusoidal")

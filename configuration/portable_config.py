@@ -20,10 +20,6 @@ VISIBILITY_FIELDS = ("layer_types", "memory_type", "sliding_window")
 # Fields with one entry for each layer.
 PER_LAYER_FIELDS = ("layer_types", "no_rope_layers")
 
-# What tensor parallelism splits of the MLP.
-MLP_PLAN = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
-GATED_MLP_PLAN = {**MLP_PLAN, "layers.*.mlp.gate_proj": "colwise"}
-
 
 @strict
 class PortableConfig(PreTrainedConfig):
@@ -87,7 +83,7 @@ class PortableConfig(PreTrainedConfig):
 
     @classmethod
     def _own_names(cls) -> set[str]:
-        """The fields that are not those of every configuration, and the names that only follow from fields."""
+        """The fields that a family adds to those of every configuration, and its `VISIBILITY_FIELDS`, if properties."""
         names = {field.name for field in fields(cls)} - {field.name for field in fields(PreTrainedConfig)}
         return names | {name for name in VISIBILITY_FIELDS if hasattr(cls, name)}
 

@@ -14,9 +14,9 @@ from .common.input_checks import check_special_tokens
 from .common.relative_model import RelativeLayer, RelativePreTrainedModel
 from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, SourceEncoderBody
 from .common.seq2seq_decoder import Seq2SeqDecoderBody
-from .layers.readable import is_readable
 from .layers.relative_attention import RCMHAAttention, RCMHACrossAttention
 from .layers.segment import Segment, describe_segment, real_token_mask
+from .ops.readable import is_readable
 from .positions.absolute import make_absolute
 
 

@@ -94,7 +94,8 @@ def make_composed_models(modeling_utils: Any) -> None:
         config = args[0] if args else kwargs.get("config")
         if getattr(config, "composed_heads", None) is not None:
             cls = import_module(COMPOSED_CLASSES).with_own_options(cls)
-        following = super(plain_class, cls).__new__  # of another base of the user's class, which may read its arguments
+        # A user's class may have other bases, whose `__new__` may read the arguments.
+        following = super(plain_class, cls).__new__
         # Python calls the `__init__` of the class that this object has.
         return following(cls) if following is object.__new__ else following(cls, *args, **kwargs)
 

@@ -86,7 +86,7 @@ def _code_of_registered(classes: dict[str, type]) -> Code:
 
 
 def _code_of_composed(plain: dict[str, type]) -> Code:
-    """The code of classes with composed heads, which without them are those that the Auto classes return."""
+    """The code of the composed forms of classes of Transformers, given by the Auto classes that return them."""
     composed = with_composed_heads.__name__
     defined_in = flat_name(with_composed_heads.__module__)
     source = COMPOSED_HEAD.format(package=PACKAGE, version=__version__, defined_in=defined_in, composed=composed)

@@ -22,7 +22,8 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from .key_places import refuse_lost_tokens, refuse_moved_window, refuse_tokens
+from .cropping import refuse_lost_tokens, refuse_moved_window
+from .key_places import refuse_tokens
 
 
 class ComposedLayerMixin:

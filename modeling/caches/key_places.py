@@ -52,35 +52,11 @@ def refuse_tokens(layer: CacheLayerMixin, missing: str) -> None:
         )
 
 
-def refuse_lost_tokens(layer: Any, tokens_to_remove: int) -> None:
-    """Raises RuntimeError if a layer that has grown beyond its window cannot take tokens back and still fill it.
-
-    Transformers itself does not check that the past was recorded for long enough. To be called before the layer crops.
-    """
-    removed = abs(tokens_to_remove)
-    if not (layer.record_past and layer.is_initialized):  # then Transformers knows whether tokens are lost
-        return
-    if layer.keys.shape[2] - removed < min(layer.get_seq_length() - removed, layer.sliding_window - 1):
-        raise RuntimeError(
-            f"{removed} tokens cannot be taken back: the window would lack tokens, because fewer have been added since "
-            "the last crop, or since activate_past_recording()"
-        )
-
-
-def refuse_moved_window(layer: Any, tokens_to_remove: int) -> None:
-    """Raises RuntimeError if a static layer cannot take tokens back: they overwrote others that its window needs.
-
-    Transformers itself does not check that. Call this before the layer crops.
-    """
-    if tokens_to_remove and layer.get_seq_length() > layer.max_cache_len:
-        raise RuntimeError("a static cache whose window has moved cannot take tokens back; use a DynamicCache")
-
-
 def past_tokens_within(cache: Cache | None, length: int, limit: int) -> int | None:
-    """How many tokens a cache holds; None if `length` new ones surely fit within `limit`, or the count cannot be read.
+    """Number of tokens in a cache, for a check that `length` more stay within `limit`; None where none is needed.
 
     A static cache counts on the device. Reading its count would make every decoding step wait for the device, so it is
-    read only if the cache has room for more than `limit` tokens, and never while tracing.
+    read only if the cache has room for more than `limit` tokens, and never while tracing: the result is None instead.
     """
     past_tokens = token_count(cache)
     if not isinstance(past_tokens, Tensor):

@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.loss.loss_utils import fixed_cross_entropy
 
-from ..layers.readable import is_readable
 from ..ops.chunked_loss import IGNORED
 from ..ops.dtypes import at_least_float32
+from ..ops.readable import is_readable
 from .input_checks import tells_padding
 
 
@@ -76,13 +76,13 @@ def class_loss(
 
 
 def choice_loss(labels: Tensor, scores: Tensor, num_items_in_batch: Any) -> Tensor:
-    """The loss `[]` of scores `[B, C]` of the choices in each row, of which `labels` `[B]` number the right ones.
+    """The loss `[]` of scores `[B, C]` of the choices in each row; `labels` `[B]` are the indices of the right ones.
 
     Args:
         num_items_in_batch: number of labels in the whole batch, as in `class_loss`; None for those given.
 
     Raises:
-        ValueError: labels have another shape, or, on a CPU, number no choice.
+        ValueError: labels have another shape, or, on a CPU, are no indices of choices.
     """
     rows, count = scores.shape
     if tuple(labels.shape) != (rows,):

@@ -14,6 +14,7 @@ from transformers.utils.output_capturing import capture_outputs
 from ..caches.key_places import past_tokens_within
 from ..caches.names import named_cache, takes_either_name
 from ..layers.attention_interface import implementation_for
+from ..positions.absolute import check_learned_positions
 from ..positions.learned_tables import refuse_reentrant_checkpointing
 from ..serving.requirements import check_paged_cache
 from .activation_checkpointing import check_keeps_cache
@@ -25,14 +26,7 @@ from .decoder_inputs import (
     packed_document_starts,
     refuse_later_tokens,
 )
-from .input_checks import (
-    check_batch,
-    check_cached_length,
-    check_layer_masks,
-    check_learned_positions,
-    check_tokens,
-    mask_beside_borders,
-)
+from .input_checks import check_batch, check_cached_length, check_layer_masks, check_tokens, mask_beside_borders
 from .layer_types import typed_layers
 from .packed_documents import borders_of, not_before_document
 

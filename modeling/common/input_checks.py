@@ -3,14 +3,13 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.utils.import_utils import is_tracing
 
 from ..caches.key_places import known_token_count, token_count
-from ..layers.readable import is_readable
+from ..ops.readable import is_readable
 from ..ops.validation import check_mask_dtype
 from ..positions.rotary import longrope_borders
 
@@ -54,43 +53,6 @@ def check_position_ids(position_ids: Tensor | None, inputs_embeds: Tensor) -> No
         shape = tuple(position_ids.shape)
         raise ValueError(
             f"position_ids of shape {shape} must be [{batch}, {length}] or [1, {length}], one position for each token"
-        )
-
-
-def check_learned_positions(length: int, past_tokens: int | None, position_ids: Tensor, limit: int) -> None:
-    """Raises ValueError if a segment has positions `[B, T]` beyond the table of `limit` learned ones.
-
-    Reading positions waits for the device. So in decoding they are read only once a token may be beyond the table, and
-    only where `is_readable` allows it.
-
-    Args:
-        past_tokens: number of tokens before the segment; None where the segment cannot reach beyond the table.
-    """
-    if past_tokens is None or not is_readable(position_ids):
-        return
-    if (length == 1 and past_tokens < limit) or not position_ids.numel():
-        return
-    least, most = torch.stack(position_ids.aminmax()).tolist()
-    if least < 0:
-        raise ValueError(f"position_ids has {least}; learned positions count from 0")
-    needed = most + 1
-    if needed > limit:
-        raise ValueError(
-            f"a segment of {length} tokens after {past_tokens} others needs {needed} learned positions, "
-            f"but there are max_position_embeddings ({limit}); start again without memory, or use another "
-            "position_scheme"
-        )
-
-
-def check_position_range(position_ids: Tensor, limit: int) -> None:
-    """Raises ValueError if positions `[.., S]` are not among the first `limit`, where values can be read."""
-    if not is_readable(position_ids) or not position_ids.numel():
-        return
-    least, largest = (int(end) for end in position_ids.aminmax())
-    if least < 0 or largest >= limit:
-        raise ValueError(
-            f"position_ids reach from {least} to {largest}, but must be at least 0 and smaller than "
-            f"max_position_embeddings ({limit}); count from 0, or make a model with more"
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layers.readable import is_readable
+from ..ops.readable import is_readable
 
 
 def starts_by_positions(position_ids: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
-"""Links the ops to Transformers: attention functions, their masks, the choice between them, and new ones of users."""
+"""Links the ops to Transformers: attention functions, the choice between them, and new ones of users."""
 
 from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
@@ -14,7 +13,7 @@ from ..ops.dcmha.composition import Composition
 from ..ops.dcmha.key_source import KeySource
 from ..ops.dcmha.validation import check_composed_call
 from ..ops.distance_tables import NO_TABLES, DistanceTables, refusing_tables, takes_tables
-from .readable import is_readable
+from .attention_masks import compact_mask, mask_arguments
 
 logger = logging.get_logger(__name__)
 
@@ -24,53 +23,6 @@ logger = logging.get_logger(__name__)
 FOREIGN_TERMS = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
 # The implementations of this package. Of these only `eager` makes attention maps; those that users register may, too.
 BUILT_IN = tuple(COMPOSING_IMPLEMENTATIONS)
-
-
-def compact_mask(
-    *,
-    config: Any,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    **kwargs: Any,
-) -> Tensor | None:
-    """The mask function of our implementations of attention, called by Transformers with the sizes of queries and keys.
-
-    A model of a DCMHA family gets the smallest mask that suffices, because its ops apply causality and the sliding
-    window by themselves, on the assumption that the last query is at the last key. Any other model gets SDPA's mask.
-
-    Args:
-        attention_mask: `[B, S]`, True for real tokens.
-        allow_is_causal_skip: whether causality and window are all that hides keys besides padding. For a bidirectional
-            mask it is False, and `allow_is_bidirectional_skip` says whether padding is all that hides keys.
-
-    Returns:
-        None if the ops hide all that has to be hidden; `[B, S]`, True for real tokens, if there is padding too; else
-        (packed documents, static caches) a complete boolean mask `[B, 1, T, S]`, which includes causality and window.
-    """
-    kwargs |= {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
-    kwargs |= {"attention_mask": attention_mask}
-    if not hasattr(config, "composes"):
-        # SDPA puts the first query at the first key, and so needs no mask for the first tokens in a static cache.
-        allow_is_causal_skip = allow_is_causal_skip and q_length in (1, kv_length)
-        if attention_mask is not None and not is_readable(attention_mask):  # Transformers would look for padding in it
-            allow_is_causal_skip = kwargs["allow_is_bidirectional_skip"] = False
-        return sdpa_mask(allow_is_causal_skip=allow_is_causal_skip, **kwargs)
-    end = kv_offset + kv_length
-    bidirectional = not allow_is_causal_skip and kwargs.get("allow_is_bidirectional_skip", False)
-    # Only causality and windows depend on the positions of queries.
-    positions_matter = not bidirectional or kwargs.get("local_size") is not None
-    placed = not positions_matter or (isinstance(q_offset, int) and q_offset + q_length == end)
-    covered = attention_mask is None or attention_mask.shape[1] >= end
-    if not ((allow_is_causal_skip or bidirectional) and placed and covered):
-        return sdpa_mask(**{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
-    if attention_mask is None:
-        return None
-    visible = attention_mask[:, kv_offset:end]
-    return visible if not is_readable(visible) or not bool(visible.all()) else None
 
 
 def attention_function(attend: Attention) -> Attention:
@@ -115,7 +67,7 @@ def attention_function(attend: Attention) -> Attention:
         masking = mask_arguments(attention_mask, sliding_window, _is_causal(module, is_causal, query, attention_mask))
         mask = masking["attention_mask"]
         others: Any = {"pre": pre, "post": post, "scaling": scaling, "first_keys": first_keys, "tables": tables}
-        # The window that is checked is the caller's: the op gets none where its mask includes the window.
+        # `masking` has no window where the mask includes it, so the caller's window is checked here.
         check_composed_call(query, key, value, **others, attention_mask=mask, sliding_window=sliding_window)
         output, maps = attend(query, key, value, **others, **masking)
         return output.contiguous(), maps  # as those of Transformers: some models, such as AFMoE, take a view of it
@@ -153,18 +105,6 @@ def _refuse_foreign_terms(options: dict[str, Any]) -> None:
         raise ValueError(
             f"this implementation of attention would ignore {given} of the model; use attn_implementation='eager'"
         )
-
-
-def mask_arguments(attention_mask: Tensor | None, sliding_window: int | None, is_causal: bool) -> dict[str, Any]:
-    """The ops' arguments for a mask from `compact_mask`.
-
-    A mask `[B, 1, T, S]` includes causality and window, which the op then must not apply again; a mask `[B, S]` or None
-    leaves both to the op.
-    """
-    if attention_mask is not None and attention_mask.ndim == 4:
-        return {"attention_mask": attention_mask, "is_causal": False, "sliding_window": None}
-    visible = None if attention_mask is None else attention_mask[:, None, None, :]
-    return {"attention_mask": visible, "is_causal": is_causal, "sliding_window": sliding_window}
 
 
 def check_implementation(config: Any, name: str) -> None:

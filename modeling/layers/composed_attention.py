@@ -8,15 +8,15 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..caches.names import layers_write_paged_cache
 from ..caches.offloading import await_copies, read_layer, update_layer
+from ..ops.autocast import autocast
 from ..ops.dcmha.composition import Composition
 from ..ops.dtypes import at_least_float32
-from ..ops.modes import autocast
 from ..positions.carope import ContentRotary, last_phases, pack_phases
 from ..positions.rotary import rotate, rotates_layer
 from .attention_interface import attention_function_of, check_composing, own_attention_function
 from .differential_heads import DifferentialHeads
 from .head_composition import PackedFactors, make_generators
-from .rms_norm import JointRMSNorm, RMSNorm
+from .qk_norm import make_head_norm
 
 
 class ComposedAttention(nn.Module):
@@ -281,12 +281,3 @@ def make_content_rotary(config: PreTrainedConfig, layer_idx: int) -> ContentRota
         return None
     theta = config.rope_of(config.layer_types[layer_idx])["rope_theta"]
     return ContentRotary(config.hidden_size, config.num_key_value_heads, config.head_dim, theta)
-
-
-def make_head_norm(config: PreTrainedConfig, heads: int) -> nn.Module:
-    """The norm of the queries or keys of so many heads, as configured."""
-    if config.qk_norm_type == "joint_rms_norm":
-        return JointRMSNorm(heads, config.head_dim, config.qk_norm_eps)
-    if config.qk_norm_type == "layer_norm":
-        return nn.LayerNorm(config.head_dim, config.qk_norm_eps, bias=False)
-    return RMSNorm(config.head_dim, config.qk_norm_eps)

@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 
+from ..ops.autocast import without_autocast
 from ..ops.dcmha.composition import SIDES, Composition, unpack_factors
-from ..ops.modes import without_autocast
 from .rms_norm import rms_norm
 from .tensor_parallel import GROUP_DIMENSIONS
 
@@ -168,7 +168,7 @@ class DynamicComposition(nn.Module):
 
 
 def _in_own_format(convert: Callable[..., Any], weight: Tensor) -> Any:
-    """What `convert` makes of a weight, in no memory format for pictures.
+    """What `convert` makes of a weight, which stays out of `channels_last` and other memory formats of images.
 
     `to(memory_format=...)` of a model asks for one in all weights of four and of five dimensions, and every such format
     fails for one of these two.

@@ -24,14 +24,3 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalizes the last dimension of `x` `[..., size]`."""
         return rms_norm(x, self.eps, self.weight)
-
-
-class JointRMSNorm(RMSNorm):
-    """`RMSNorm` of all heads of a token together, with a scale for each of their dimensions (OLMo 2)."""
-
-    def __init__(self, heads: int, head_dim: int, eps: float) -> None:
-        super().__init__(heads * head_dim, eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalizes heads `[..., H, D]`."""
-        return super().forward(x.flatten(-2)).unflatten(-1, x.shape[-2:])

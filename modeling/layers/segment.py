@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 
 from ..caches.key_places import first_query_offset, key_count, token_count
 from ..ops.masking import split_mask
-from .readable import is_readable
+from ..ops.readable import is_readable
 
 
 class Segment(NamedTuple):

@@ -14,7 +14,7 @@ from transformers.distributed.tensor_parallel import (
     replace_layer_number_by_wildcard,
 )
 
-from ...configuration.composition_config import HEAD_GROUPS, HEAD_NORM, WHOLE_HEADS
+from ...configuration.tensor_parallel_plans import HEAD_GROUPS, HEAD_NORM, WHOLE_HEADS
 
 # The weights of a `DynamicComposition`, each with the dimension along which its groups of heads lie.
 GROUP_DIMENSIONS = {"hidden_weight": 1, "factor_weight": 0, "gate_weight": 1, "static_weight": 1}

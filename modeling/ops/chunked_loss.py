@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .autocast import autocast, without_autocast
 from .custom_operators import NAMESPACE
 from .dtypes import at_least_float32
-from .modes import autocast, under_transforms, without_autocast
+from .function_transforms import under_transforms
 
 # Each chunk adds to the whole gradient of the weight, which makes small chunks slow.
 CHUNK_TOKENS = 1024

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from .modes import without_autocast
+from .autocast import without_autocast
 
 # Each copy of this code registers operators of its own. A process may hold several copies, because Transformers loads
 # the code of each published model beside this package. PyTorch frees an operator when another one is registered under

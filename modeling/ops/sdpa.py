@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .autocast import autocast, without_autocast
 from .distance_tables import NO_TABLES, DistanceTables, at_distances
 from .masking import both, four_dimensional, join_mask, key_distances, split_mask, visible_keys, with_first_keys
-from .modes import autocast, without_autocast
 
 
 def plain_attention(

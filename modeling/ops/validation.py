@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .modes import is_autocast_on
+from .autocast import is_autocast_on
 
 LARGEST_INTEGER = torch.iinfo(torch.int64).max
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from ...configuration.multihead_config import ComposeOptions, make_config
 from ..layers.differential_heads import DifferentialHeads, init_differential
 from ..layers.head_composition import init_composition
+from ..ops.autocast import is_autocast_on
 from ..ops.dcmha.attention import dcmha_attention, resolve_implementation
 from ..ops.dcmha.eager import dcmha_eager
-from ..ops.modes import is_autocast_on
 from .multihead_inputs import check_masks_fit, check_shapes, merge_masks
 from .side_generators import SideGenerators
 

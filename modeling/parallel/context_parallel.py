@@ -12,16 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from ..common.decoder_heads import causal_model_in
-from ..common.input_checks import check_position_ids, check_position_range, check_tokens
+from ..common.input_checks import check_position_ids, check_tokens
 from ..common.packed_documents import packed_starts
-from ..layers.readable import is_readable
+from ..ops.autocast import autocast
 from ..ops.chunked_loss import IGNORED
 from ..ops.dcmha.attention import Attention
 from ..ops.dcmha.composition import Composition, pack_side, unpack_factors
 from ..ops.dcmha.key_source import KeySource
 from ..ops.distance_tables import DistanceTables
-from ..ops.modes import autocast
-from ..positions.absolute import longest_readable
+from ..ops.readable import is_readable
+from ..positions.absolute import check_position_range
+from ..positions.context_length import longest_readable
 from ..positions.rotary import batch_dependent_rope
 from ..serving.served_layers import Probe, configured_windows, is_of_family, no_mask
 

@@ -1,4 +1,4 @@
-"""Absolute positions, which are added to token embeddings: learned ones and sinusoids; and how far they reach."""
+"""Absolute positions, which are added to token embeddings: learned ones and sinusoids, and checks of their range."""
 
 import math
 from typing import Any
@@ -7,11 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-# Types of Transformers that count positions from the number behind that of the padding token, as RoBERTa does.
-BEHIND_PADDING = frozenset({
-    "camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
-    "xlm-roberta", "xlm-roberta-xl", "xmod",
-})  # fmt: skip
+from ..ops.readable import is_readable
 
 
 class SinusoidalTable(nn.Module):
@@ -67,20 +63,38 @@ def make_absolute(config: Any) -> nn.Module | None:
     return None
 
 
-def context_length(config: Any) -> int | None:
-    """How many tokens a model is made to read, or its decoder, if it has other parts; None if nothing says so."""
-    config = config.get_text_config(decoder=True)
-    positions: int | None = getattr(config, "max_position_embeddings", None)
-    if positions is None or config.model_type not in BEHIND_PADDING:
-        return positions
-    return positions - config.pad_token_id - 1
+def check_learned_positions(length: int, past_tokens: int | None, position_ids: Tensor, limit: int) -> None:
+    """Raises ValueError if a segment has positions `[B, T]` beyond the table of `limit` learned ones.
+
+    Reading positions waits for the device. So in decoding they are read only once a token may be beyond the table, and
+    only where `is_readable` allows it.
+
+    Args:
+        past_tokens: number of tokens before the segment; None where the segment cannot reach beyond the table.
+    """
+    if past_tokens is None or not is_readable(position_ids):
+        return
+    if (length == 1 and past_tokens < limit) or not position_ids.numel():
+        return
+    least, most = torch.stack(position_ids.aminmax()).tolist()
+    if least < 0:
+        raise ValueError(f"position_ids has {least}; learned positions count from 0")
+    needed = most + 1
+    if needed > limit:
+        raise ValueError(
+            f"a segment of {length} tokens after {past_tokens} others needs {needed} learned positions, "
+            f"but there are max_position_embeddings ({limit}); start again without memory, or use another "
+            "position_scheme"
+        )
 
 
-def longest_readable(config: Any) -> int | None:
-    """The most tokens that a model with this configuration can read; None if its position scheme sets no limit."""
-    config = config.get_text_config(decoder=True)
-    scheme = getattr(config, "position_scheme", None)
-    unlimited = scheme != "learned" if scheme is not None else getattr(config, "rope_parameters", None) is not None
-    # Tables of relative positions have a row for each distance in a window; without a window texts outgrow them.
-    outgrows_tables = getattr(config, "is_relative", False) and config.sliding_window is None
-    return context_length(config) if outgrows_tables or not unlimited else None
+def check_position_range(position_ids: Tensor, limit: int) -> None:
+    """Raises ValueError if positions `[.., S]` are not among the first `limit`, where values can be read."""
+    if not is_readable(position_ids) or not position_ids.numel():
+        return
+    least, largest = (int(end) for end in position_ids.aminmax())
+    if least < 0 or largest >= limit:
+        raise ValueError(
+            f"position_ids reach from {least} to {largest}, but must be at least 0 and smaller than "
+            f"max_position_embeddings ({limit}); count from 0, or make a model with more"
+        )

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from dynattn.modeling.layers.attention_interface import attention_function, compact_mask
+from dynattn.modeling.layers.attention_interface import attention_function
+from dynattn.modeling.layers.attention_masks import compact_mask
 from dynattn.modeling.ops.dcmha.composition import Composition
 from dynattn.modeling.ops.dcmha.eager import AttentionMaps, dcmha_eager
 from dynattn.modeling.ops.distance_tables import NO_TABLES, DistanceTables, at_distances

@@ -9,7 +9,7 @@ from zlib import crc32
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from dynattn.modeling.positions.absolute import context_length, longest_readable
+from dynattn.modeling.positions.context_length import context_length, longest_readable
 
 from ..common.arguments import parse_mapping
 from ..common.builtin_corpus import builtin_documents

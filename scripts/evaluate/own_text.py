@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dynattn.modeling.positions.absolute import context_length
+from dynattn.modeling.positions.context_length import context_length
 
 from ..common.checkpoint_loading import NAN_LOGITS
 from ..common.errors import UserError

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from dynattn.modeling.caches.names import named_cache
-from dynattn.modeling.positions.absolute import context_length
+from dynattn.modeling.positions.context_length import context_length
 
 from ..common.errors import UserError
 from ..common.special_tokens import start_token_id

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dynattn.modeling.positions.absolute import context_length
+from dynattn.modeling.positions.context_length import context_length
 
 from ..common.atomic_file import write_json
 from ..common.atomic_folder import check_nothing_else, recover, staged_folder

@@ -140,7 +140,7 @@ def copy_tokenizer(source: Path, destination: Path, config: "PreTrainedConfig") 
 
 def probe_length(model: "PreTrainedModel") -> int:
     """How many tokens the logits are compared on: no more than the model may have positions."""
-    from dynattn.modeling.positions.absolute import context_length
+    from dynattn.modeling.positions.context_length import context_length
 
     return min(PROBE_TOKENS, context_length(model.config) or PROBE_TOKENS)
 

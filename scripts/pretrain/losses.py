@@ -34,9 +34,9 @@ def share_of_loss(model: nn.Module, loss: Tensor, targets: int, total: Tensor) -
 
 
 def divide_added_losses(model: nn.Module, passes: int) -> None:
-    """Makes what a model adds to the losses of an update, which takes `passes` forward passes in all, a mean over them.
+    """Divides what a model adds to its loss, such as a router's auxiliary loss, by the forward passes of an update.
 
-    It adds the whole of it to each loss, however small the share of the targets is.
+    Each forward pass adds all of it, however few targets it has. Divided, the sum over an update is a mean.
     """
     for name, coefficient in _coefficients(model).items():
         setattr(model, name, coefficient / passes)

@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -22,7 +22,8 @@ from dynattn.modeling.other_models.interface_attention import check_makes_masks
 from ..common.checkpoint_loading import check_composed, check_loaded
 from ..common.errors import UserError, in_one_line, refusal_of
 from .arguments import PretrainArguments
-from .model_config import AUTO_CLASSES, mixing_documents
+from .document_leaks import check_keeps_documents_apart
+from .model_config import AUTO_CLASSES
 from .width_transfer import scale_initial_weights
 
 
@@ -71,48 +72,6 @@ def checkpoint_activations_if_asked(model: PreTrainedModel, arguments: PretrainA
     """Makes the backward pass compute activations again instead of keeping them, if the arguments ask for that."""
     if arguments.gradient_checkpointing:
         checkpoint_activations(model, use_reentrant=False, context_fn=keep_attention_outputs)
-
-
-def check_keeps_documents_apart(model: PreTrainedModel, arguments: PretrainArguments) -> None:
-    """Refuses a model of another package that would ignore `mask_documents`, as those of linear attention do.
-
-    Flash attention, which needs a GPU, finds packed documents only where a forward pass reads a single sequence.
-
-    Raises:
-        UserError: it is one of them.
-    """
-    implementation = model.config._attn_implementation
-    if "flash" in implementation:
-        if arguments.batch_size > 1 or arguments.length_warmup_steps:
-            raise UserError(
-                f"attn_implementation={implementation} keeps the documents of a packed sequence apart only where a "
-                "forward pass reads one sequence; give attn_implementation: sdpa, batch_size: 1 without "
-                "length_warmup_steps, or mask_documents: false (--no_mask_documents)"
-            )
-    elif sees_other_documents(model):
-        raise mixing_documents(model.config)
-
-
-def sees_other_documents(model: PreTrainedModel, length: int = 8) -> bool:
-    """Whether a document's logits depend on the document before it in a packed sequence of `2 * length` tokens.
-
-    The gradient tells: it is exactly zero where a mask hides the earlier tokens. The model is left in evaluation mode.
-    """
-    implementation, embedding = model.config._attn_implementation, cast(Any, model.get_input_embeddings())
-    positions, rows = torch.arange(length).repeat(2)[None], embedding.weight.shape[0]
-    tokens = (rows - 1 - torch.arange(2 * length)[None]) % rows  # the last ones, because the first may be padding
-    embedded: list[torch.Tensor] = []
-    hook = embedding.register_forward_hook(lambda module, inputs, output: embedded.append(output))
-    if implementation not in ("sdpa", "eager"):
-        model.set_attn_implementation("eager")  # others may need a GPU
-    try:
-        logits = model.eval()(input_ids=tokens, position_ids=positions, use_cache=False).logits
-        (gradient,) = torch.autograd.grad(logits[0, length:].square().sum(), embedded[:1])
-    finally:
-        hook.remove()
-        if implementation not in ("sdpa", "eager"):
-            model.set_attn_implementation(implementation)
-    return bool(gradient[0, :length].any())
 
 
 def check_attention(arguments: PretrainArguments, device: torch.device) -> None:

@@ -19,7 +19,7 @@ from transformers import (
 
 from dynattn.configuration.composition_config import CompositionConfig
 from dynattn.families import family_of
-from dynattn.modeling.positions.absolute import context_length
+from dynattn.modeling.positions.context_length import context_length
 
 from ..common.arguments import suggest
 from ..common.checkpoint_files import check_has_config

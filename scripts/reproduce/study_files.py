@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from dynattn.modeling.positions.absolute import longest_readable
+from dynattn.modeling.positions.context_length import longest_readable
 
 from ..common import markdown
 from ..common.atomic_file import read_json, write_json, write_whole

@@ -33,7 +33,8 @@ from dynattn import (
     RCMHAForCausalLM,
 )
 from dynattn.modeling.caches.names import CACHE_NAME, NEW_NAME
-from dynattn.modeling.layers.attention_interface import attention_function, compact_mask
+from dynattn.modeling.layers.attention_interface import attention_function
+from dynattn.modeling.layers.attention_masks import compact_mask
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 
 TINY = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..modes import without_autocast
+from ..autocast import without_autocast
 
 SIDES = ("query", "key")
 LOW_RANK = ("query_down", "query_up", "key_down", "key_up")

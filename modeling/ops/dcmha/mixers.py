@@ -7,7 +7,7 @@ Here a matrix is the whole mixing; `static` is what the mixing adds to the ident
 import torch
 from torch import Tensor
 
-from ..modes import without_autocast
+from ..autocast import without_autocast
 from .composition import Composition
 
 

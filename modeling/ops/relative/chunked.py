@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..autocast import autocast
 from ..custom_operators import AttentionOperator
 from ..dtypes import at_least_float32
+from ..function_transforms import under_transforms
 from ..masking import Structure, four_dimensional, split_mask
-from ..modes import autocast, under_transforms
 from .chunk import Operands, RelativeChunk, relative_chunks
 from .eager import NO_TERMS, PositionTerms, relative_eager
 

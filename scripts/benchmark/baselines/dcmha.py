@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from dynattn.modeling.layers.attention_interface import compact_mask
+from dynattn.modeling.layers.attention_masks import compact_mask
 from dynattn.modeling.ops.dcmha.composition import Composition
 
 from ..harness.inputs import OpInputs

@@ -17,12 +17,14 @@ from ..arguments import PretrainArguments
 from ..outputs import checksums
 from ..outputs.run_folder import RunFolder
 from . import digests, documents, tokenizer
+from .chat_encoder import ChatEncoder
 from .chat_template import digest_of, give_chat_template
-from .document_encoders import ChatEncoder, TextEncoder
+from .duplicates import warn_of_copies
 from .indexed import IndexedTokens
 from .indexed_names import is_indexed
 from .objectives import make_objective
 from .streaming import split_stream
+from .text_encoder import TextEncoder
 from .token_cache import write_cached
 from .token_stream import TOKENS, TokenStream
 
@@ -161,7 +163,7 @@ def _load(arguments: PretrainArguments) -> Splits:
             "validation data, or none to have some of the training data held out"
         )
     if held_out is not None and by_source:
-        digests.warn_of_copies(by_source, held_out)
+        warn_of_copies(by_source, held_out)
     streams = {name: (dataset, by_source[name].fingerprint) for name, dataset in loaded.train.items()}
     if loaded.validation is not None:
         streams[VALIDATION] = loaded.validation, validation
@@ -190,7 +192,7 @@ def _load_stream(arguments: PretrainArguments) -> Splits:
     first, validation = split_stream(documents.load_stream(arguments.dataset, arguments), named)
     beginning, held_out = digests.digest(first), digests.digest(validation)
     if named is not None:
-        digests.warn_of_copies({"train": beginning}, held_out)
+        warn_of_copies({"train": beginning}, held_out)
     of_validation = held_out.fingerprint
     return Splits({VALIDATION: (validation, of_validation)}, f"stream {beginning.fingerprint}", of_validation)
 

@@ -35,10 +35,11 @@ from ..outputs import checkpoint
 from ..outputs.run_folder import RunFolder
 from ..stopping import ignore_signals
 from .batch_order import TrainingOrder
-from .document_encoders import ChatEncoder, Encoded, TextEncoder
+from .chat_encoder import ChatEncoder
 from .documents import load_stream, reason_of
 from .sequences import Sequences, as_item, restarting_positions
 from .stream_blocks import FAILURE, Block, block_path, check_failure, written_blocks
+from .text_encoder import Encoded, TextEncoder
 from .tokenization import encode_batches
 
 # The first documents of a stream: their hash identifies it, and they are held out if no validation data is named.

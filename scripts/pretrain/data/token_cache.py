@@ -12,7 +12,7 @@ from ...common.atomic_file import partial_path, put_in_place, write_json
 from ...common.errors import UserError
 from ...common.folder_lock import FolderLock
 from ..outputs import checksums
-from .document_encoders import TextEncoder
+from .text_encoder import TextEncoder
 from .token_stream import STREAM
 from .tokenization import write_stream
 

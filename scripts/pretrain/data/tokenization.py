@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from ...common.atomic_file import flush, write_json
 from ...common.workers import end_with_parent, submit
 from ..stopping import ignore_signals
-from .document_encoders import Encoded, TextEncoder
 from .documents import iterate_texts
+from .text_encoder import Encoded, TextEncoder
 from .token_stream import STARTS, STREAM, TARGETS, TOKENS
 
 logger = logging.getLogger(__name__)

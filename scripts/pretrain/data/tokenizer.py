@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from dynattn.modeling.positions.absolute import context_length
+from dynattn.modeling.positions.context_length import context_length
 
 from ...common.errors import UserError, first_line
 from ...common.special_tokens import start_token_id

@@ -92,9 +92,9 @@ class FSDPEngine(Engine):
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that are sharded one by one: those that Transformers does not split, without the token embeddings.
+    """The modules that are sharded one by one: those of `_no_split_modules`, but for the token embeddings.
 
-    In BERT's kin these are such a module, too, but their weight may be tied to the head's, and so belongs to both.
+    BERT's kin name their embeddings there, too. But the weight may be tied to the head's, and so belongs to both.
     """
     kinds, embeddings = set(model._no_split_modules or ()), model.get_input_embeddings()
     named = [module for module in model.modules() if type(module).__name__ in kinds]

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from ..model_training import forward_flops, train_steps
 from ..paired_study.job import Run
 from .arms import Shape, make_model
+from .edit_distance import edit_distance
 from .generated import TRANSFORMATIONS, VOCABULARY, draw_pairs
-from .names import Names, Pair, edit_distance, load_names
+from .names import Names, Pair, load_names
 from .pairs import IGNORED, Batch
 
 # Each use of random numbers has a stream of its own, so that one does not change the others.

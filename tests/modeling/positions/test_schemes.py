@@ -46,10 +46,10 @@ from dynattn import (
     RCMHAForCausalLM,
     dcmha_attention,
 )
-from dynattn.modeling.common.input_checks import check_learned_positions, check_position_range
-from dynattn.modeling.positions.absolute import SinusoidalEmbedding, context_length, longest_readable
+from dynattn.modeling.positions.absolute import SinusoidalEmbedding, check_learned_positions, check_position_range
 from dynattn.modeling.positions.alibi import alibi_bias, alibi_slopes
 from dynattn.modeling.positions.carope import ContentRotary, last_phases, pack_phases
+from dynattn.modeling.positions.context_length import context_length, longest_readable
 from dynattn.modeling.positions.learned_tables import DistanceTable, t5_buckets
 from dynattn.modeling.positions.rotary import RotaryEmbedding, rotate
 from dynattn.modeling.serving.requirements import check_positions

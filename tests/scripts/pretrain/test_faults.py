@@ -20,7 +20,7 @@ from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.common.folder_lock import FolderLock
 from dynattn.scripts.pretrain import Result
 from dynattn.scripts.pretrain.arguments import PretrainArguments
-from dynattn.scripts.pretrain.data import document_encoders
+from dynattn.scripts.pretrain.data import text_encoder
 from dynattn.scripts.pretrain.outputs import checkpoint
 from dynattn.scripts.pretrain.outputs.checksums import measure
 from dynattn.scripts.pretrain.outputs.run_folder import RunFolder
@@ -72,12 +72,10 @@ def test_damaged_data_is_refused_before_anything_is_trained(name: str, damage: s
 def test_data_that_is_deleted_is_prepared_again_and_compared(
     finished: Result, output: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    tokenize = document_encoders.tokenize
+    tokenize = text_encoder.tokenize
     shutil.rmtree(output / "data")
     with monkeypatch.context() as patch:
-        patch.setattr(
-            document_encoders, "tokenize", lambda texts, tokenizer: [d[::-1] for d in tokenize(texts, tokenizer)]
-        )
+        patch.setattr(text_encoder, "tokenize", lambda texts, tokenizer: [d[::-1] for d in tokenize(texts, tokenizer)])
         with pytest.raises(UserError, match=r"because this changed: training_tokens .*, validation_tokens"):
             run(output, corpus)
     run(output, corpus)

@@ -10,6 +10,7 @@ import torch
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.modeling.ops.dcmha.attention import DefaultImplementation
 from dynattn.scripts.common.errors import UserError
+from dynattn.scripts.pretrain import document_leaks
 from dynattn.scripts.pretrain import model as job
 from dynattn.scripts.pretrain.arguments import PretrainArguments
 from dynattn.scripts.pretrain.model_config import plan_config
@@ -73,7 +74,7 @@ def test_a_model_that_would_ignore_the_borders_of_documents_is_refused(model_typ
         behind = model(tokens, position_ids=positions, use_cache=False).logits[:, 10:]
         alone = model(tokens[:, 10:], use_cache=False).logits
     assert torch.allclose(behind, alone, atol=1e-6) != ignores
-    assert job.sees_other_documents(model) == ignores
+    assert document_leaks.sees_other_documents(model) == ignores
     if ignores:
         with pytest.raises(UserError, match=f"a {model_type} does not read them so; give mask_documents: false"):
             job.build_model(apart, config)
@@ -86,7 +87,7 @@ def test_looking_for_borders_changes_no_random_number_and_no_implementation() ->
     arguments = PretrainArguments(output="runs", model_type="llama", model_config=MODELS["llama"][1])
     model = job.build_model(replace(arguments, attn_implementation="flex_attention"), plan_config(arguments)).train()
     before = torch.get_rng_state()
-    assert not job.sees_other_documents(model)
+    assert not document_leaks.sees_other_documents(model)
     assert torch.equal(before, torch.get_rng_state())
     assert model.config._attn_implementation == "flex_attention"
 
@@ -95,5 +96,5 @@ def test_looking_for_borders_changes_no_random_number_and_no_implementation() ->
 def test_flash_attention_keeps_documents_apart_only_where_it_reads_one_sequence(given: dict[str, Any]) -> None:
     flash: Any = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flash_attention_2"))
     with pytest.raises(UserError, match=r"flash_attention_2 keeps the documents .* give attn_implementation: sdpa, "):
-        job.check_keeps_documents_apart(flash, PretrainArguments(output="runs", **given))
-    job.check_keeps_documents_apart(flash, PretrainArguments(output="runs", batch_size=1))
+        document_leaks.check_keeps_documents_apart(flash, PretrainArguments(output="runs", **given))
+    document_leaks.check_keeps_documents_apart(flash, PretrainArguments(output="runs", batch_size=1))

@@ -14,9 +14,10 @@ from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.reproduce.paired_study.job import Run
 from dynattn.scripts.reproduce.seq2seq import training
 from dynattn.scripts.reproduce.seq2seq.arms import ARMS, CONTRASTS, make_model
+from dynattn.scripts.reproduce.seq2seq.edit_distance import edit_distance
 from dynattn.scripts.reproduce.seq2seq.generated import FIRST_SYMBOL, TRANSFORMATIONS, draw_pairs
 from dynattn.scripts.reproduce.seq2seq.job import SEQ2SEQ
-from dynattn.scripts.reproduce.seq2seq.names import Names, edit_distance, load_names, part_of
+from dynattn.scripts.reproduce.seq2seq.names import Names, load_names, part_of
 from dynattn.scripts.reproduce.seq2seq.pairs import EOS, FIRST_TOKEN, IGNORED, PAD, make_batch
 from dynattn.scripts.reproduce.seq2seq.training import SIZES, read_answers, run_one
 

@@ -6,10 +6,11 @@ reuses their memory. Only the inputs are saved for the backward pass, which comp
 
 from torch import Tensor
 
+from ...autocast import autocast, without_autocast
 from ...custom_operators import AttentionOperator
 from ...distance_tables import NO_TABLES, DistanceTables
+from ...function_transforms import under_transforms
 from ...masking import four_dimensional, mask_one_query, with_first_keys
-from ...modes import autocast, under_transforms, without_autocast
 from ..composition import Composition, pack_factors, unpack_factors
 from ..eager import attend_to_all, dcmha_eager
 from .arguments import DIFFERENTIABLE, ChunkedInputs, ChunkedSettings, DecodeStep, stages_of

@@ -7,10 +7,11 @@ A single query without gradients, a decoding step, has kernels of its own. A sin
 import torch
 from torch import Tensor
 
+from ...autocast import autocast
 from ...custom_operators import AttentionOperator
 from ...distance_tables import NO_TABLES, DistanceTables
+from ...function_transforms import under_transforms
 from ...masking import four_dimensional, mask_one_query
-from ...modes import autocast, under_transforms
 from ..chunked.attention import dcmha_chunked
 from ..composition import Composition, pack_factors, unpack_factors
 from ..eager import attend_to_all, dcmha_eager

@@ -22,6 +22,8 @@ from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 from dynattn.modeling.ops.dcmha.triton import decode, kernels, passes, tuning, workspace
 from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
 from dynattn.modeling.ops.dcmha.triton.attention import _forward_op, dcmha_triton
+from dynattn.modeling.ops.dcmha.triton.composers import choice as composer_choice
+from dynattn.modeling.ops.dcmha.triton.composers.choice import composer_class_for
 from dynattn.modeling.ops.dcmha.triton.composers.head_by_head import HeadByHeadComposer
 from dynattn.modeling.ops.dcmha.triton.composers.tensor_cores import TensorCoreComposer
 from dynattn.modeling.ops.dcmha.triton.decode import _decode_op, _side
@@ -29,7 +31,6 @@ from dynattn.modeling.ops.dcmha.triton.devices import shared_memory_of
 from dynattn.modeling.ops.dcmha.triton.kernels import registry
 from dynattn.modeling.ops.dcmha.triton.matmuls import contiguous
 from dynattn.modeling.ops.dcmha.triton.matrices import make_mixing, padded_terms
-from dynattn.modeling.ops.dcmha.triton.passes import composer_class_for
 from dynattn.modeling.ops.dcmha.triton.workspace import Workspace
 from dynattn.modeling.ops.distance_tables import NO_TABLES
 
@@ -187,7 +188,7 @@ def assert_equal_to_the_reference(case: Case) -> None:
 @pytest.fixture(params=[pytest.param("head by head", marks=pytest.mark.slow), "tensor cores"])
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernels that compose, whatever the dtype and the number of heads."""
-    monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_, **__: request.param == "tensor cores")
+    monkeypatch.setattr(composer_choice, "composes_on_tensor_cores", lambda *_, **__: request.param == "tensor cores")
     return str(request.param)
 
 
@@ -239,7 +240,7 @@ def test_the_shipped_patches_equal_the_reference(rank: int) -> None:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("heads", [12, pytest.param(18, marks=pytest.mark.slow)])
 def test_the_shipped_tensor_core_patches_equal_the_reference(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "composes_on_tensor_cores", lambda *_, **__: True)
+    monkeypatch.setattr(composer_choice, "composes_on_tensor_cores", lambda *_, **__: True)
     assert_equal_to_the_reference(Case(40, 50, heads=(heads, 6), window=20, rank=3))
 
 
@@ -437,7 +438,7 @@ def test_tensor_cores_compose_what_they_can(
 def test_no_kernel_takes_more_shared_memory_than_there_is(
     heads: int, shared_memory: int, expected: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passes, "shared_memory_of", lambda _: shared_memory)
+    monkeypatch.setattr(composer_choice, "shared_memory_of", lambda _: shared_memory)
     rows = torch.empty(2, heads, 9, 4, dtype=torch.bfloat16)
     inputs = MapInputs(*(rows,) * 3, *(None for _ in MapInputs._fields[3:]))
     inputs = inputs._replace(pre_key=torch.empty(2, 9, 5, heads))

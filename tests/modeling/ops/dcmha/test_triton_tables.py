@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 from dynattn.modeling.ops.dcmha.triton import tuning
 from dynattn.modeling.ops.dcmha.triton.arguments import MapInputs, MapSettings
 from dynattn.modeling.ops.dcmha.triton.attention import _forward_op
+from dynattn.modeling.ops.dcmha.triton.composers.choice import composer_class_for
 from dynattn.modeling.ops.dcmha.triton.composers.head_by_head import HeadByHeadComposer
 from dynattn.modeling.ops.dcmha.triton.decode import _decode_op
-from dynattn.modeling.ops.dcmha.triton.passes import composer_class_for
 
 from .test_triton import family, poisoned, small
 from .test_triton_windows import assert_equal, record

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from dynattn.scripts.common.builtin_corpus import builtin_conversations
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import Result, pretrain
+from dynattn.scripts.pretrain.data.chat_encoder import ChatEncoder
 from dynattn.scripts.pretrain.data.chat_template import SHIPPED, give_chat_template
-from dynattn.scripts.pretrain.data.document_encoders import ChatEncoder
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 
 PLAIN = (

@@ -16,7 +16,7 @@ from datasets import Dataset
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
 from dynattn.scripts.pretrain.data import documents
-from dynattn.scripts.pretrain.data.digests import digest, warn_of_copies
+from dynattn.scripts.pretrain.data.digests import digest
 from dynattn.scripts.pretrain.data.documents import (
     check_splits,
     cut_tail,
@@ -27,6 +27,7 @@ from dynattn.scripts.pretrain.data.documents import (
     load_stream,
     load_text,
 )
+from dynattn.scripts.pretrain.data.duplicates import warn_of_copies
 from dynattn.scripts.pretrain.data.streaming import split_stream
 
 

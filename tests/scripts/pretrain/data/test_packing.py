@@ -9,9 +9,9 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dynattn.modeling.ops.chunked_loss import IGNORED
-from dynattn.scripts.pretrain.data.document_encoders import TextEncoder, split_long
 from dynattn.scripts.pretrain.data.objectives import CausalLM
 from dynattn.scripts.pretrain.data.packing import PackedSequences
+from dynattn.scripts.pretrain.data.text_encoder import TextEncoder, split_long
 from dynattn.scripts.pretrain.data.token_stream import TokenStream
 from dynattn.scripts.pretrain.data.tokenization import write_stream
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe

@@ -19,7 +19,6 @@ from cases.training import ENVIRONMENT, RUN, command, curve, killed_run, run
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
 from dynattn.scripts.pretrain.data import streaming
-from dynattn.scripts.pretrain.data.document_encoders import TextEncoder
 from dynattn.scripts.pretrain.data.preparation import prepare
 from dynattn.scripts.pretrain.data.stream_blocks import (
     FAILURE,
@@ -29,6 +28,7 @@ from dynattn.scripts.pretrain.data.stream_blocks import (
     written_blocks,
 )
 from dynattn.scripts.pretrain.data.streaming import BlockWriter, StreamOrder
+from dynattn.scripts.pretrain.data.text_encoder import TextEncoder
 from dynattn.scripts.pretrain.data.tokenizer import load_tokenizer, train_bpe
 from dynattn.scripts.pretrain.outputs.run_folder import RunFolder
 

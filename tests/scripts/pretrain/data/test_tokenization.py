@@ -16,7 +16,7 @@ from datasets import Dataset
 
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain.data import documents, token_cache, tokenization
-from dynattn.scripts.pretrain.data.document_encoders import Encoded, TextEncoder
+from dynattn.scripts.pretrain.data.text_encoder import Encoded, TextEncoder
 from dynattn.scripts.pretrain.data.token_cache import write_cached
 from dynattn.scripts.pretrain.data.token_stream import TokenStream
 from dynattn.scripts.pretrain.data.tokenization import encode_batches, write_stream

@@ -3,7 +3,7 @@
 from torch import Tensor
 from transformers.utils.import_utils import is_tracing
 
-from ..ops.modes import are_transforms_active
+from .function_transforms import are_transforms_active
 
 
 def is_readable(tensor: Tensor) -> bool:
