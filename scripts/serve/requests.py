@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cli.serving import utils
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler
@@ -40,11 +41,14 @@ IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
     "background": ("false",),
     "include": ("[]",),  # log probabilities, for example
     "truncation": ('"disabled"',),
+    "moderation": (),
+    "context_management": ("[]",),  # what shortens a long conversation
 }
 # Those that an endpoint ignores even without a warning.
 UNREAD_FIELDS: dict[type[BaseHandler], set[str]] = {
+    ChatCompletionHandler: {"moderation"},
     CompletionHandler: {"logit_bias"},
-    ResponseHandler: {"conversation"},
+    ResponseHandler: {"conversation", "moderation", "context_management"},
 }
 
 
