@@ -4,7 +4,15 @@ import math
 
 import pytest
 
-from dynattn.scripts.common.paired import diverged, paired_difference, spread
+from dynattn.scripts.common.paired import (
+    diverged,
+    interval_in_words,
+    mean_in_words,
+    p_in_words,
+    paired_difference,
+    spread,
+    spread_in_words,
+)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None])
@@ -33,3 +41,12 @@ def test_one_seed_and_a_spread_of_rounding_are_not_tested_and_a_small_spread_is(
     others = [1.0, 2.0, 3.0]
     assert paired_difference([1.1, 2.1, 3.1], others)["p"] is None
     assert paired_difference([1.1, 2.1 + 1e-9, 3.1], others)["p"] < 0.01
+
+
+def test_words_leave_out_what_was_not_measured():
+    """The interval of differences 1, 2 and 3 is 2 ± 4.3027 / sqrt 3."""
+    found, alone = paired_difference([2.0, 4.0, 6.0], [1.0, 2.0, 3.0]), paired_difference([2.0], [1.0])
+    assert [interval_in_words(one, "+.2f") for one in (found, alone)] == ["-0.48 to +4.48", ""]
+    assert [mean_in_words(one, "+.2f") for one in (found, alone)] == ["+2.00 (-0.48 to +4.48)", "+1.00"]
+    assert [p_in_words(one["p"]) for one in (found, alone)] == ["0.074", ""]
+    assert [spread_in_words(spread(values), ".1f") for values in ([1.0, 3.5, 3.0], [1.0])] == ["2.5 ± 1.3", "1.0"]
