@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dynattn import DCFormerConfig
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.convert.common.planning import meta_model, shapes_of
-from dynattn.scripts.convert.common.shards import cast
-from dynattn.scripts.convert.common.weight_map import plan_export, written_shapes
+from dynattn.scripts.convert.common.shards import cast, write_shards
+from dynattn.scripts.convert.common.tensor_source import TensorSource
+from dynattn.scripts.convert.common.weight_map import WeightMap, plan_export, plan_import, renames, written_shapes
 from dynattn.scripts.convert.official.export import to_json, to_official
 from dynattn.scripts.convert.official.layout import official_map
 
@@ -67,6 +68,41 @@ def test_memory_stays_near_one_shard(tmp_path: Path) -> None:
     print(f"shard {shard / 1e6:.0f} MB, peak above import {peak / 1e6:.0f} MB, checkpoint {total / 1e6:.0f} MB")
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 6
     assert peak < 2 * shard < total / 3
+
+
+@pytest.mark.parametrize(
+    ("limit", "shards"),
+    [
+        ("5GB", [["ours.a", "ours.b", "ours.c"]]),
+        (None, [["ours.a", "ours.b", "ours.c"]]),
+        ("48B", [["ours.a", "ours.b"], ["ours.c"]]),
+        ("47B", [["ours.a"], ["ours.b", "ours.c"]]),
+        ("8B", [["ours.a"], ["ours.b"], ["ours.c"]]),
+    ],
+)
+def test_files_hold_consecutive_tensors_within_the_limit(
+    limit: str | None, shards: list[list[str]], tmp_path: Path
+) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    for folder in (theirs, ours):
+        folder.mkdir()
+    tensors = {name: torch.randn(size, dtype=torch.float64) for name, size in {"a": 4, "b": 8, "c": 3}.items()}
+    save_file(tensors, theirs / "model.safetensors")
+    source = TensorSource(theirs)
+    steps, _ = plan_import(WeightMap(0, tuple(renames({name: f"ours.{name}" for name in tensors}))), source.headers)
+    write_shards(ours, source, steps, torch.float32, limit)
+    count = len(shards)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    names = names if count > 1 else ["model.safetensors"]
+    index = ["model.safetensors.index.json"] if count > 1 else []
+    assert sorted(path.name for path in ours.iterdir()) == sorted(names + index)
+    for name, keys in zip(names, shards, strict=True):
+        written = load_file(ours / name)
+        assert sorted(written) == keys
+        assert all(torch.equal(written[key], tensors[key.removeprefix("ours.")].float()) for key in keys)
+    for path in map(ours.joinpath, index):
+        placed = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
+        assert json.loads(path.read_text()) == {"metadata": {"total_size": 60}, "weight_map": placed}
 
 
 @pytest.mark.parametrize(("large", "dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)])
