@@ -17,7 +17,14 @@ from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.convert.common.decoder_probe import TEXT, make_probe
 from dynattn.scripts.convert.common.encoder_probe import ENCODER
 from dynattn.scripts.convert.common.model_loading import load_config, load_converted, load_for_probe
-from dynattn.scripts.convert.common.probe import LARGEST_MAP, Answers, compare_answers
+from dynattn.scripts.convert.common.probe import (
+    LARGEST_MAP,
+    LARGEST_NOISE,
+    Answers,
+    Comparison,
+    by_head,
+    compare_answers,
+)
 from dynattn.scripts.convert.official import verify as official_verify
 
 LOGITS = torch.randn(2, 3)
@@ -32,6 +39,39 @@ def test_models_are_equal_that_answer_and_generate_alike() -> None:
         assert comparison.describe().startswith(
             "6 tokens: logits are equal bit for bit, but other tokens are generated"
         )
+
+
+def test_models_whose_logits_are_all_zero_are_equal() -> None:
+    zero = dataclasses.replace(ANSWERS, ways=(torch.zeros(2, 3),))
+    assert compare_answers(zero, zero).equal
+    assert not compare_answers(zero, ANSWERS).equal
+
+
+def test_rounding_explains_only_a_small_share_of_the_logits() -> None:
+    found = compare_answers(dataclasses.replace(ANSWERS, noise=1.0), dataclasses.replace(ANSWERS, ways=(LOGITS + 1,)))
+    assert found.noise == pytest.approx(LARGEST_NOISE * LOGITS.abs().max().item())
+    assert not found.equal
+
+
+def test_the_effect_is_that_on_the_loss_if_both_models_have_one() -> None:
+    losses = (2.0, 2.5)
+    comparison = Comparison("6 tokens, padded or not", difference=0.25, noise=0.0, losses=losses)
+    expected = "on 6 tokens the loss changes from 2.00000 to 2.50000 (+5.0e-01), logits by up to 2.5e-01"
+    assert comparison.describe_effect() == expected
+    without = dataclasses.replace(comparison, losses=(2.0, None))
+    assert without.describe_effect() == "on 6 tokens logits change by up to 2.5e-01"
+
+
+@pytest.mark.parametrize(
+    ("architectures", "auto_class"),
+    [
+        (["DCViTForImageClassification"], "AutoModelForImageClassification"),
+        (["DCViTModel"], "AutoModel"),
+        ([], "AutoModel"),
+    ],
+)
+def test_the_head_decides_on_the_auto_class(architectures: list[str], auto_class: str) -> None:
+    assert by_head(architectures) == auto_class
 
 
 def test_logits_that_are_not_finite_are_never_equal() -> None:
