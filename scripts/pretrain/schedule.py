@@ -47,7 +47,7 @@ class RateSchedule:
             falling = max(1, round(self.decay_share * self.max_steps))
             return min(1.0, (self.max_steps - 1 - step) / falling) if self.decay_share else 1.0
         progress = (step - self.warmup_steps) / max(1, self.max_steps - 1 - self.warmup_steps)
-        return (1 + math.cos(math.pi * min(1.0, max(0.0, progress)))) / 2
+        return (1 + math.cos(math.pi * max(0.0, progress))) / 2
 
 
 SCHEDULE_FIELDS = tuple(field.name for field in fields(RateSchedule))

@@ -22,6 +22,19 @@ def test_schedule_has_the_values_of_the_formula():
     assert RateSchedule(peak=1.0, warmup_steps=0, max_steps=1, min_ratio=0.1)(0) == 1.0
 
 
+def test_weights_that_are_frozen_at_first_warm_up_from_there_on():
+    schedule = RateSchedule(peak=2.0, warmup_steps=2, max_steps=11, min_ratio=0.0, first_step=4, shape="wsd")
+    assert [schedule(step) for step in range(11)] == pytest.approx([0.0] * 4 + [1.0] + [2.0] * 4 + [1.0, 0.0])
+
+
+def test_options_make_the_schedule_of_one_epoch():
+    options = {"learning_rate": 0.5, "min_learning_rate_ratio": 0.2, "schedule": "wsd", "decay_share": 0.4}
+    built = build_schedule(
+        PretrainArguments(output="x", **options, freeze_parent_steps=3), pass_length=400, global_batch=4
+    )
+    assert built == RateSchedule(0.5, 2, 100, 0.2, first_step=3, shape="wsd", decay_share=0.4)
+
+
 def test_more_passes_than_a_run_can_count_are_refused():
     with pytest.raises(UserError, match=r"epochs=1e\+300 are more than 2147483647 updates; lower it"):
         build_schedule(PretrainArguments(output="x", epochs=1e300), pass_length=100.0, global_batch=4)
@@ -64,6 +77,8 @@ def test_a_schedule_may_end_elsewhere_as_long_as_its_past_stays():
     assert keeps_past(asdict(long), asdict(short), 40)
     assert not keeps_past(asdict(long), asdict(short), 45), "the shorter one has begun to fall"
     assert keeps_past(asdict(short), asdict(long), 40)
-    assert not keeps_past(asdict(long), asdict(replace(long, max_steps=30)), 30), "nothing would be left to do"
+    ended = replace(long, max_steps=30, decay_share=0.0)
+    assert keeps_past(asdict(long), asdict(ended), 29)
+    assert not keeps_past(asdict(long), asdict(ended), 30), "nothing would be left to do"
     assert not keeps_past(asdict(replace(long, shape="cosine")), asdict(replace(short, shape="cosine")), 6)
     assert not keeps_past({}, asdict(short), 0)
