@@ -10,7 +10,13 @@ from cases.training import curve, killed_run, run, write_corpus, write_state
 
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
-from dynattn.scripts.pretrain.data.batch_order import MIXTURE_BLOCK, MixtureOrder, apportion, block_within
+from dynattn.scripts.pretrain.data.batch_order import (
+    MIXTURE_BLOCK,
+    MixtureOrder,
+    TrainingOrder,
+    apportion,
+    block_within,
+)
 from dynattn.scripts.pretrain.outputs import checkpoint
 
 SIZES, WEIGHTS = [100, 30, 1000], [0.5, 0.2, 0.3]
@@ -59,6 +65,17 @@ def test_an_update_reads_the_same_wherever_a_run_begins():
     expected = [order[step].tolist() for step in (300, 3, 299)]
     assert expected == [make()[step].tolist() for step in (300, 3, 299)]
     assert make(skip=64)[2].tolist() == order[3].tolist()
+
+
+def test_the_seed_shuffles_the_sources_too():
+    order, other = (MixtureOrder(["a", "b"], [1, 1], [1, 1], 32, seed) for seed in (0, 1))
+    assert order[0].tolist() != other[0].tolist()
+
+
+def test_metrics_name_the_passes_over_several_sources():
+    order = MixtureOrder(["a", "b"], [2, 4], [1, 1], global_batch=3, seed=0)
+    assert order.passes_for_metrics(4) == {"passes_a": 3.0, "passes_b": 1.5}
+    assert TrainingOrder(8, global_batch=3, seed=0).passes_for_metrics(4) == {"passes": 1.5}
 
 
 def mixture(tmp_path: Path, **second: Any) -> dict[str, Any]:
