@@ -36,6 +36,10 @@ def test_each_piece_goes_where_least_room_is_left():
     assert packs.size.sum() == 24
 
 
+def test_documents_of_a_single_token_fill_no_sequence():
+    assert len(make([1, 1], 8)) == 0
+
+
 def test_it_cuts_fewer_documents_than_concatenation():
     lengths = np.random.default_rng(1).integers(10, 120, 400)
     packs = pack_best_fit(lengths, 128)

@@ -43,6 +43,15 @@ def test_nothing_is_said_to_be_left_out_where_nothing_is(length: int, score_all:
     assert make(length, score_all=score_all).describe().endswith(f"4 sequences of {length}")
 
 
+@pytest.mark.parametrize(
+    ("score_all", "held"), [(False, [[0], [0, 1], [2]]), (True, [[0], [0, 1], [1, 2], [2]])], ids=["training", "all"]
+)
+def test_a_window_names_the_documents_whose_tokens_it_holds(score_all: bool, held: list[list[int]]):
+    sequences = make(5, score_all=score_all)
+    found = [sequences.documents(index) for index in range(len(sequences))]
+    assert found == [[f"document {number}" for number in numbers] for numbers in held]
+
+
 def test_positions_restart_at_each_document_and_at_each_window():
     positions = [item["position_ids"].tolist() for item in make(length=8)]
     assert positions == [[0, 1, 2, 3, 4, 5, 6, 0], [0, 1, 0, 1, 2, 3, 4, 5]]
