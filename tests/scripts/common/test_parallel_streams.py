@@ -40,6 +40,10 @@ def test_impossible_cuts_are_refused(streams: int, segment: int, message: str):
         ParallelStreams.cut(torch.arange(10), streams, segment)
 
 
+def test_two_tokens_for_each_stream_suffice():
+    assert [part.tolist() for part in ParallelStreams.cut(torch.arange(3), 2, 4)[0]] == [[[0], [1]], [[1], [2]]]
+
+
 @pytest.mark.parametrize("index", [-1, 3])
 def test_there_is_no_segment_outside_the_text(index: int):
     with pytest.raises(IndexError, match=f"segment {index} of 3"):
