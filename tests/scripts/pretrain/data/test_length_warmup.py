@@ -18,7 +18,14 @@ def test_lengths_double_along_a_line():
 
 
 @pytest.mark.parametrize(
-    "options", [{"shortest_length": 24}, {"shortest_length": 1}, {"shortest_length": 64}, {"sequence_length": 60}]
+    "options",
+    [
+        {"shortest_length": 24},
+        {"shortest_length": 1},
+        {"shortest_length": 64},
+        {"sequence_length": 60},
+        {"sequence_length": 48, "shortest_length": 16},
+    ],
 )
 def test_lengths_that_do_not_divide_or_grow_are_refused(options: dict[str, int]):
     with pytest.raises(UserError, match="divided by 2, 4, 8 or another power of two"):
