@@ -15,7 +15,8 @@ from dynattn.scripts.common.atomic_file import (
     write_json,
     write_whole,
 )
-from dynattn.scripts.common.atomic_folder import MACHINE, recover, staged_folder
+from dynattn.scripts.common.atomic_folder import MACHINE, STAGING, check_nothing_else, recover, staged_folder
+from dynattn.scripts.common.errors import UserError
 
 
 def test_json_is_written_with_its_options_and_leaves_nothing_beside_it(tmp_path: Path):
@@ -40,6 +41,43 @@ def test_only_folders_are_taken_for_what_a_killed_process_left(kind: str, tmp_pa
     file.touch()
     recover(tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"precious", link.name, file.name}
+
+
+def test_an_earlier_folder_returns_if_the_new_one_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    destination, replace = tmp_path / "out", Path.replace
+    destination.mkdir()
+    (destination / "earlier").touch()
+
+    def fail(path: Path, target: Path) -> Path:
+        if f".{STAGING}-" in path.name:
+            raise OSError(errno.EIO, "the disk is broken")
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(UserError, match="out: the disk is broken"), staged_folder(destination) as staging:
+        (staging / "new").touch()
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["out", "out/earlier"]
+
+
+def test_a_folder_that_was_set_aside_goes_where_the_new_one_is_in_place(tmp_path: Path):
+    """The process was killed after the last rename."""
+    for name in ("out", f".out.replaced-{MACHINE}-3999999"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    recover(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "file").read_text() == "out"
+
+
+def test_only_files_that_no_pattern_matches_would_be_lost(tmp_path: Path):
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "config.json").touch()
+    check_nothing_else(tmp_path, ["part/*.json"])
+    (tmp_path / "part" / "notes.txt").touch()
+    with pytest.raises(UserError, match=r"also holds part/notes\.txt, which would be lost"):
+        check_nothing_else(tmp_path, ["part/*.json"])
 
 
 def test_what_is_no_number_becomes_null():

@@ -351,7 +351,9 @@ def test_destinations_are_not_overwritten_by_accident(
     for destination, says in (("taken", "--overwrite"), ("official", "overlap"), ("official/inside", "overlap")):
         assert says in refusal(capsys, "official", official, tmp_path / destination)
     (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "thesis.tex").touch()
+    thesis = tmp_path / "notes" / "thesis.tex"
+    thesis.touch()
+    assert "thesis.tex is a file; give another folder" in refusal(capsys, "official", official, thesis, "--overwrite")
     assert "holds no checkpoint" in refusal(capsys, "official", official, tmp_path / "notes", "--overwrite")
     assert (tmp_path / "taken" / "model.safetensors").read_bytes() == before
     assert run(official, tmp_path / "taken", "--overwrite", "--dtype", "bfloat16") == 0
