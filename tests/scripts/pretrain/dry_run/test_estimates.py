@@ -41,6 +41,7 @@ from dynattn.scripts.pretrain.dry_run.estimates import (
 )
 from dynattn.scripts.pretrain.dry_run.hardware import GPUS, parse_cluster
 from dynattn.scripts.pretrain.dry_run.memory import EngineMemory, Peaks, Rehearsal, engine_memory, rehearse
+from dynattn.scripts.pretrain.engines.interface import BUCKET_ELEMENTS
 from dynattn.scripts.pretrain.main import RECIPES, main
 from dynattn.scripts.pretrain.model import build_model
 from dynattn.scripts.pretrain.model_config import plan_config
@@ -150,6 +151,11 @@ def test_checkpointing_and_sharding_need_less():
     assert [zero.gradients for zero in (zero1, zero2, zero3)] == [weights, weights // 16, weights // 16]
     assert [zero.weights for zero in (zero1, zero2, zero3)] == [weights, weights, weights // 16]
     assert fsdp.weights == weights // 16
+    layers = 3 * plain.largest_layer
+    assert weights < BUCKET_ELEMENTS * 4
+    assert [zero.buffers for zero in (zero1, zero2, zero3)] == [weights, weights, weights + layers]
+    assert (ddp.buffers, fsdp.buffers) == (weights, layers)
+    assert engine_memory("fsdp2", plain, 16, 8, bf16=True, optimizer=2 * weights).buffers == layers // 2
     assert engine_memory("hsdp", plain, 16, 2, bf16=False, optimizer=2 * weights).weights == weights // 2
     hsdp = engine_memory("hsdp", plain, 16, 8, bf16=False, optimizer=3 * weights)
     assert (hsdp.weights, hsdp.optimizer) == (weights // 8, 3 * weights // 8)
