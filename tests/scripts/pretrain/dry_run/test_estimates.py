@@ -40,7 +40,14 @@ from dynattn.scripts.pretrain.dry_run.estimates import (
     possible_engines,
 )
 from dynattn.scripts.pretrain.dry_run.hardware import GPUS, parse_cluster
-from dynattn.scripts.pretrain.dry_run.memory import EngineMemory, Peaks, Rehearsal, engine_memory, rehearse
+from dynattn.scripts.pretrain.dry_run.memory import (
+    EngineMemory,
+    Peaks,
+    Rehearsal,
+    StorageTracker,
+    engine_memory,
+    rehearse,
+)
 from dynattn.scripts.pretrain.engines.interface import BUCKET_ELEMENTS
 from dynattn.scripts.pretrain.main import RECIPES, main
 from dynattn.scripts.pretrain.model import build_model
@@ -110,6 +117,16 @@ def test_layers_that_repeat_are_arithmetic(name: str):
     assert (short.weights, short.largest_layer) == (whole.weights, whole.largest_layer)
     assert short.peak == pytest.approx(whole.peak, rel=0.01)
     assert short.activations == pytest.approx(whole.activations, rel=0.01)
+
+
+def test_what_is_freed_counts_in_the_peak_alone():
+    known = torch.zeros(50)
+    with StorageTracker([known], workspace=0) as tracker:
+        first = known.repeat(20)
+        view, second = first[10:], first + 1
+        del first, view
+        third = second[:10] + known[:10]
+    assert (tracker.live, tracker.peak) == (4 * (len(second) + len(third)), 4 * 2000)
 
 
 def test_a_rehearsal_in_bf16_warns_of_nothing():
