@@ -99,6 +99,8 @@ def test_a_written_stream_reads_back_as_the_documents(tmp_path: Path):
     assert [tokenizer.decode(part[1:-1]) for part in parts] == documents
     assert all(part[0] == tokenizer.bos_token_id and part[-1] == tokenizer.eos_token_id for part in parts)
     assert stream.text_bytes == sum(len(text.encode()) for text in documents)
+    stream.tokens[:] = 0
+    assert TokenStream.open(tmp_path / "stream").tokens.any(), "the file stays as it is"
 
 
 def test_a_long_document_is_tokenized_in_parts_without_changing_it():
