@@ -73,7 +73,7 @@ def test_start_tokens_are_never_targets(mask_documents: bool):
 def test_validation_scores_every_token_exactly_once(length: int):
     sequences = make(length, score_all=True)
     targets = [t for item in sequences for t in item["labels"][1:].tolist() if t != IGNORED]
-    assert targets == [token for token in TOKENS if token != 100]
+    assert targets == sequences.stream.scored().tolist() == [token for token in TOKENS if token != 100]
     assert all(len(values) == length for item in sequences for values in item.values())
     assert sum(CausalLM().count({"labels": item["labels"][None]}) for item in sequences) == len(targets)
 
