@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dynattn import ComposedMultiheadAttention, mixer_fields
 from dynattn.configuration.composition_config import CompositionConfig
-from dynattn.configuration.multihead_config import ComposeOptions
+from dynattn.configuration.multihead_config import ComposeOptions, make_config
 from dynattn.modeling.ops.dcmha.attention import IMPLEMENTATIONS
 from dynattn.modeling.ops.dcmha.eager import dcmha_eager
 from dynattn.modeling.other_models import multihead_attention
@@ -562,6 +562,24 @@ def test_what_cannot_be_built_is_refused(options: dict[str, Any], message: str) 
 def test_the_options_are_the_fields_of_the_configurations() -> None:
     fields = {name for name in CompositionConfig.__dataclass_fields__ if name.startswith("compose_")}
     assert fields | {"differential_heads", "head_norm_eps"} == ComposeOptions.__annotations__.keys()
+
+
+def test_options_that_checkpoints_leave_out_keep_their_values() -> None:
+    """Models with composed heads in place save only the options that were given: others would change their outputs."""
+    saved = make_config(E, H, None, {})
+    assert {name: getattr(saved, name) for name in ComposeOptions.__annotations__} == {
+        **dict.fromkeys(("compose_pre", "compose_post", "compose_query_wise", "compose_key_wise"), True),
+        **dict.fromkeys(("compose_low_rank", "compose_gate"), True),
+        **dict.fromkeys(("compose_static", "differential_heads"), False),
+        "compose_rank": 2,
+        "compose_groups": 1,
+        "compose_hidden_size": None,
+        "compose_act": "gelu",
+        "compose_norm_eps": 1e-6,
+        "compose_init_scale": 1.0,
+        "compose_dropout": 0.0,
+        "head_norm_eps": 1e-5,
+    }
 
 
 def test_an_unknown_option_is_refused() -> None:
