@@ -130,6 +130,7 @@ def test_what_is_packed_is_unpacked(terms: set[str]) -> None:
     unpacked = unpack_factors(packed, static, groups=2)
     assert unpacked.groups == 2
     assert_equal_factors(unpacked.tensors(), composition.tensors())
+    assert all(again is before for again, before in zip(pack_factors(unpacked), (*sides, static), strict=True))
 
 
 def test_narrowing_takes_the_factors_of_some_queries_and_keys() -> None:
