@@ -203,4 +203,4 @@ def add_to_heads(total: Tensor, left: Tensor, right: Tensor, scaling: float = 1.
 
 def _every(heads: Tensor, step: int) -> list[Tensor]:
     """`[H, a, b]` as `step` views `[H / step, a, b]`; view `i` has the heads `i`, `i + step`, `i + 2 step`, ..."""
-    return [heads] if step == 1 else [heads[first::step] for first in range(step)]
+    return [heads[first::step] for first in range(step)]

@@ -183,7 +183,7 @@ def _query_matrix(composition: Composition, dtype: torch.dtype) -> Tensor | None
 def _static_matrix(composition: Composition, dtype: torch.dtype) -> Tensor | None:
     """The identity plus the static matrix, `[H, H]`, indexed [in, out]; None without a static matrix."""
     static = composition.static
-    return None if static is None else static.to(dtype) + torch.eye(len(static), dtype=dtype, device=static.device)
+    return None if static is None else static + torch.eye(len(static), dtype=dtype, device=static.device)
 
 
 def _sum_heads(maps: Tensor, groups: int) -> Tensor:

@@ -73,8 +73,10 @@ def test_an_unknown_compile_mode_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
         run(tensors, keywords, "chunked")
 
 
+@pytest.mark.parametrize("mode", ["auto", "0"])
 @pytest.mark.parametrize("case", [Case(100, 100, terms=DYNAMIC), Case(1, 100, terms=DYNAMIC)], ids=str)
-def test_bfloat16_is_as_exact_as_the_reference_is(case: Case) -> None:
+def test_bfloat16_is_as_exact_as_the_reference_is(case: Case, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYNATTN_COMPILE", mode)
     tensors, keywords = random_inputs(case)
     expected = run(tensors, keywords, "eager")
     low = in_dtype(torch.bfloat16, tensors, keywords)

@@ -293,8 +293,9 @@ def test_what_c_code_cannot_do_is_done_without(change: Any, in_c: list[Tensor]) 
     assert (output - expected).abs().max() < 0.03 * expected.abs().max()
 
 
-def test_float64_is_exact_and_no_work_for_c_code(in_c: list[Tensor]) -> None:
-    inputs = changed(step_inputs(Step(100)), torch.float64)
+@pytest.mark.parametrize("step", [STEPS[1], STEPS[6]], ids=str)
+def test_float64_is_exact_and_no_work_for_c_code(step: Step, in_c: list[Tensor]) -> None:
+    inputs = changed(step_inputs(step), torch.float64)
     torch.testing.assert_close(attend(inputs), attend(inputs, "eager"), atol=1e-12, rtol=1e-12)
     assert in_c == []
 
