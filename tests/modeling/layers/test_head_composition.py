@@ -40,7 +40,9 @@ def switch_name(switches: dict[str, Any]) -> str:
 def test_parameters_added_to_a_layer_are_the_official_ones(size: str, per_layer: int) -> None:
     with torch.device("meta"):
         module = DynamicComposition(DCFormerConfig.from_size(size))
+        narrow = DynamicComposition(DCFormerConfig.from_size(size, compose_hidden_size=5))
     assert sum(parameter.numel() for parameter in module.parameters()) == per_layer
+    assert narrow.hidden_weight.shape[-1] == narrow.factor_weight.shape[2] == 5
 
 
 def test_initial_weights_have_the_jax_trainers_spread() -> None:
