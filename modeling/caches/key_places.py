@@ -18,7 +18,7 @@ def token_count(cache: Cache | None) -> int | Tensor:
 
 
 def known_token_count(cache: Cache) -> int | None:
-    """Number of tokens in a cache; None if only tensors on a device other than the CPU tell."""
+    """Number of tokens in a cache; None if it would have to be read from a device other than the CPU."""
     layers: list[Any] = cache.layers
     lengths = [layer.get_seq_length() for layer in layers] or [0]
     known = (int(length) for length in lengths if not isinstance(length, Tensor) or length.device.type == "cpu")

@@ -46,7 +46,7 @@ def keep_attention_outputs() -> tuple[Any, Any]:
 
 
 def _keep_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # Code that came with a checkpoint has a namespace that only begins so (`custom_operators.py`).
+    # The operators of code that came with a checkpoint have longer namespaces (`custom_operators.py`).
     keep = getattr(op, "namespace", "").startswith("dynattn") or op in SDPA_OPS
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 

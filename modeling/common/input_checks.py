@@ -143,14 +143,14 @@ def mask_beside_borders(attention_mask: Any) -> Any:
 
 
 def check_cached_length(attention_mask: Any, inputs_embeds: Tensor, cache: Cache, window: int | None = None) -> None:
-    """Raises ValueError if a `[B, S]` mask ends before the tokens `[B, T, ..]` after a cache, or the cache before them.
+    """Raises ValueError if a `[B, S]` mask has no columns, or a static cache no places, for new tokens `[B, T, ..]`.
 
     Masks `[B, 1, T, S]` and prepared masks are not checked. The check is skipped while tracing, and where the number of
     cached tokens would have to be read from a device.
 
     Args:
-        window: of the sliding layers. Their places in a static cache never run out, unless there are fewer than that:
-            then the oldest token would be dropped while others still see it.
+        window: of the sliding layers. A static cache with at least as many places never runs out of them in these
+            layers. With fewer places it would drop tokens that others still see.
     """
     past = None if is_tracing(inputs_embeds) else known_token_count(cache)
     if past is None:

@@ -53,7 +53,7 @@ def starts_by_borders(cu_seq_lens: Tensor, inputs_embeds: Tensor) -> Tensor:
         # Accelerate cuts all tensors of such a batch to as many entries as it has rows.
         raise ValueError(
             f"cu_seq_lens of shape {tuple(cu_seq_lens.shape)} must be [documents + 1], from 0 to the length of the "
-            "row; a Trainer that reads an IterableDataset leaves one border, unless its TrainingArguments have "
+            "row; with an IterableDataset the Trainer cuts cu_seq_lens to one border, unless TrainingArguments have "
             "accelerator_config={'dispatch_batches': False}"
         )
     batch, length = inputs_embeds.shape[:2]

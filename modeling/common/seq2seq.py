@@ -105,8 +105,8 @@ class Seq2SeqBody:
         refuse_positions(kwargs)
         refuse_complete_mask(attention_mask)
         if encoder_outputs is None:
-            # Whether tokens see later ones is about the target. So is a cache, which Transformers would take from the
-            # configuration, and warn of where layers are checkpointed; the warning breaks a compiled graph.
+            # `is_causal` is about the target. The encoder has no cache. Without `use_cache=False` Transformers would
+            # read it from the configuration, and warn where layers are checkpointed, which breaks a compiled graph.
             options = {name: value for name, value in kwargs.items() if name != "is_causal"} | {"use_cache": False}
             encoder_outputs = self.encoder(
                 input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **options

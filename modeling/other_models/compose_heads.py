@@ -121,8 +121,8 @@ def _find_attention(model: nn.Module, names: Iterable[str] | None) -> dict[str, 
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no torch.nn.MultiheadAttention (sub-classes are left alone), no attention "
-            "whose `forward` names ALL_ATTENTION_FUNCTIONS of Transformers and whose projections are called as there "
-            f"(q_proj and k_proj, query and key, qkv, ...), and none of {', '.join(sorted(ADAPTERS))}"
+            "whose `forward` names ALL_ATTENTION_FUNCTIONS of Transformers and whose projections have names of "
+            f"Transformers (q_proj and k_proj, query and key, qkv, ...), and none of {', '.join(sorted(ADAPTERS))}"
         )
     wanted = list(found) if names is None else listed_names(names)
     if not wanted:

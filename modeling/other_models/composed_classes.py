@@ -88,9 +88,10 @@ class ComposedModel(PreTrainedModel):
         chosen = _chosen_options(self.given_options, kept)
         # An implementation is of this machine, and others may not have it.
         saved = {name: value for name, value in chosen.items() if name != "implementation"}
-        # If it has them, it stays the same object: a model around this one holds it, too, and may change it later.
+        # A configuration that has these options already stays the same object, because a model around this one may hold
+        # it, too, and change it later. Any other is copied, because the caller may also make a plain model of it.
         if saved != kept:
-            config = copy.copy(config)  # the caller may make a plain model of it, too
+            config = copy.copy(config)
         config.composed_heads = None  # heads of models within are composed below, and not when an Auto class makes them
         try:
             super().__init__(config, *args, **kwargs)
@@ -177,8 +178,8 @@ def _empty_model(key: str, plain_class: type[PreTrainedModel], options: dict[str
 def _share_what_names_tell(model_class: type[PreTrainedModel], composed: str) -> None:
     """Gives the class named `composed` what Transformers looks up by the name of its plain class.
 
-    That is how files of checkpoints name its weights, for which pipelines it is, and whether the Trainer shifts labels
-    that it smooths.
+    By that name Transformers finds how checkpoint files name the weights, which pipelines a class is for, and whether
+    the Trainer shifts labels that it smooths.
     """
     plain = model_class.__name__
     conversions = get_checkpoint_conversion_mapping(plain)

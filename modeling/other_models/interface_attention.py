@@ -79,10 +79,11 @@ NOTES = (note_query_input, note_key_input)
 
 
 def note_first(projection: nn.Module, note: Callable[..., None]) -> None:
-    """Makes `note` a hook of a projection that comes before those of others, which may change its input.
+    """Makes `note` the first hook of a projection, before those of others, which may change its input.
 
-    Rotations of quantization do so, and put themselves first. An adapter that took the place of a projection calls it
-    with inputs that it has changed, as PEFT's OFT does, so a projection within another one notes nothing.
+    Quantization that rotates the input has such a hook, which also makes itself the first. An adapter that took the
+    place of a projection calls it with inputs that it has changed, as PEFT's OFT does, so a projection within another
+    one notes nothing.
     """
     for hook in projection._forward_pre_hooks.values():
         if hook is note:
@@ -348,8 +349,8 @@ def _refuse_beside_source(position_bias: Tensor | None, sinks: Tensor | None, is
     """Raises ValueError for attention that a `KeySource` does not compute."""
     if position_bias is not None or sinks is not None or not is_causal:
         raise ValueError(
-            "keys in pages or of other processes cannot have a position bias or sinks, nor be seen by earlier tokens; "
-            "use generate(), or whole sequences"
+            "a paged cache and context parallelism serve causal attention without position bias and sinks alone; use "
+            "generate(), or whole sequences"
         )
 
 

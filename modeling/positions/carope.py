@@ -113,8 +113,8 @@ def last_phases(cache: Cache | None, layer_idx: int, head_dim: int, dtype: torch
     keys: Tensor = layer.keys
     if not isinstance(layer, StaticLayer):
         return cached_phases(keys[:, :, -1:], head_dim, dtype) if keys.shape[2] else None
-    # A full sliding layer keeps its last token in its last place, and its tensor has stopped counting. The integer that
-    # goes on is only compared, because compiled code would be made anew for each value that it calculates with.
+    # A full sliding layer keeps its last token in its last place. Its count on the device has stopped there, but the
+    # integer goes on. It is only compared: compiled code would be made anew for each value that it calculates with.
     if getattr(layer, "cumulative_length_int", 0) >= keys.shape[2]:
         return cached_phases(keys[:, :, -1:], head_dim, dtype)
     count = torch.as_tensor(layer.cumulative_length, device=keys.device)

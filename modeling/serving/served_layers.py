@@ -149,7 +149,7 @@ def run_on_pages(model: Any, paged: KeySource, *, position_ids: Tensor, **inputs
 def no_mask(model: Any, tokens: int, device: torch.device) -> Any:
     """A mask for so many tokens that keeps a model from making one; with a `key_source` nothing reads it.
 
-    It should be where the model is, because its elements are one in memory, and become many when they are moved.
+    It should be made on the model's device. All its elements are one in memory, and moving it would make them many.
     """
     if is_of_family(model):
         return dict.fromkeys(model.config.layer_types)

@@ -49,9 +49,9 @@ class ComposedOptions(VerifyAndUpdateConfig):
 
 
 def _check_processes(parallel: Any) -> None:
-    """Raises ValueError if processes have parts of a model and copies of it besides, or parts of a request's tokens.
+    """Raises ValueError for tensor beside data parallelism, and for context parallelism in decoding.
 
-    vLLM looks for the latter at its own attention, and takes other layers for such as attend to parts.
+    vLLM itself refuses the latter only for its own attention layers that cannot serve it.
     """
     if parallel.tensor_parallel_size > 1 and parallel.data_parallel_size > 1:
         raise ValueError(

@@ -40,8 +40,8 @@ MATRIX_TILES_16 = {
 MATRIX_TILES_32 = dict.fromkeys(MATRIX_TILES_16, (4, 16, 4, 3)) | {"dcmha_matrix_backward_post": (1, 16, 1, 3)}
 # Bytes of shared memory that the kernels on the tensor cores take at most, with 16 and with 32 heads.
 MATRIX_MEMORY = {16: 65_536, 32: 131_072}
-# The largest number of blocks of queries that a program goes through, unless a window's block would then need more
-# programs than this.
+# A program goes through at most `TURNS` blocks of queries. With windows it goes through more where otherwise more than
+# `PROGRAMS_OF_A_BLOCK` programs would share a block of keys.
 TURNS, PROGRAMS_OF_A_BLOCK = 64, 8
 # Queries of a program of `dcmha_merge`, and its warps.
 MERGED = (32, 4)
