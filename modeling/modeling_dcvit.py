@@ -13,9 +13,10 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_dcvit import DCViTConfig
-from .common.classification import class_loss, mean_of_tokens
 from .common.composed_model import ComposedPreTrainedModel
 from .common.encoder import EncoderLayers
+from .common.losses import class_loss
+from .common.pooling import mean_of_tokens
 from .layers.composed_attention import ComposedAttention
 from .layers.drop_path import DropPath
 from .layers.image_embeddings import ImageEmbeddings

@@ -68,3 +68,23 @@ def check_keeps_cache(model: Any, cache: Cache | None = None) -> None:
     """Raises ValueError if the model drops caches, and with them the tokens that `cache`, if it is given, holds."""
     if drops_caches(model) and (cache is None or int(cache.get_seq_length()) > 0):
         raise ValueError("gradient checkpointing drops caches in training; call model.eval() first, or give no cache")
+
+
+def refuse_reentrant_checkpointing(model: Any) -> None:
+    """Raises ValueError if a decoder with learned tables, which all layers share, trains with reentrant checkpointing.
+
+    Its backward pass would go through the computation of a shared table once for each layer, where PyTorch allows it
+    only once.
+    """
+    # Tables are found by their names, because PEFT may have put a module of another class around them.
+    has_tables = any(getattr(model, name, None) is not None for name in ("position_bias", "position_gain"))
+    if not (has_tables and model.gradient_checkpointing and model.training and torch.is_grad_enabled()):
+        return
+    # Absent in a function of another kind than Transformers', such as DeepSpeed's. PyTorch takes None for True.
+    options = getattr(model._gradient_checkpointing_func, "keywords", None)
+    if options is not None and options.get("use_reentrant") in (True, None):
+        raise ValueError(
+            "checkpointing with use_reentrant=True, which is PyTorch's default, cannot differentiate the learned "
+            "tables of position_scheme='t5' and position_gain, which layers share; give {'use_reentrant': False} where "
+            "it is enabled, as activation_checkpointing_kwargs (gradient_checkpointing_kwargs in older libraries)"
+        )

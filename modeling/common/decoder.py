@@ -15,9 +15,8 @@ from ..caches.key_places import past_tokens_within
 from ..caches.names import named_cache, takes_either_name
 from ..layers.attention_interface import implementation_for
 from ..positions.absolute import check_learned_positions
-from ..positions.learned_tables import refuse_reentrant_checkpointing
 from ..serving.requirements import check_paged_cache
-from .activation_checkpointing import check_keeps_cache
+from .activation_checkpointing import check_keeps_cache, refuse_reentrant_checkpointing
 from .decoder_inputs import (
     DecoderArguments,
     DecoderInputs,

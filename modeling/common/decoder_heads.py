@@ -22,8 +22,8 @@ from ..caches.names import cache_in, named_cache, takes_either_name
 from ..ops.chunked_loss import chunked_causal_loss
 from ..positions.rotary import longrope_borders
 from ..serving.batched_generation import BatchedGeneration
-from .classification import check_skip_logits, check_token_labels
 from .input_checks import tells_padding
+from .losses import check_skip_logits, check_token_labels
 
 
 class CausalLMHead(BatchedGeneration):

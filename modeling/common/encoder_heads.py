@@ -16,15 +16,8 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
-from .classification import (
-    check_skip_logits,
-    check_token_labels,
-    choice_loss,
-    class_loss,
-    first_token,
-    mean_of_tokens,
-    read_by_loss,
-)
+from .losses import check_skip_logits, check_token_labels, choice_loss, class_loss, read_by_loss
+from .pooling import first_token, mean_of_tokens
 
 
 class PredictionHead(nn.Module):

@@ -15,10 +15,10 @@ from transformers.utils import ModelOutput, can_return_tuple
 from ..caches.names import cache_in, named_cache, takes_either_name
 from ..ops.chunked_loss import IGNORED
 from ..positions.absolute import check_position_range
-from .classification import check_skip_logits, read_by_loss
 from .decoder_inputs import count_positions
 from .encoder import EncoderBody
 from .input_checks import is_complete_mask
+from .losses import check_skip_logits, read_by_loss
 from .seq2seq_decoder import check_length, refuse_positions
 
 

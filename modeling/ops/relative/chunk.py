@@ -2,11 +2,8 @@
 
 A chunk has `c` queries and the `n` keys that any of them sees. Its scores against the position tables come from one
 matrix product `[c, x]` of the queries with the rows of the table that they reach, from the farthest distance to the
-nearest. The score of query `t` and key `j` (both counted in the chunk) is then in row `t` and column `c - 1 - t + j`:
-each row is shifted by one more than the one below it. The relative shift of Transformer-XL (arXiv 1901.02860, appendix
-B) is therefore a view of the product whose row stride is shorter by one, and copies nothing. There are `x = n + c - 1`
-distances between the queries and the keys of a chunk; under causality the first `n` of them are enough, since no query
-sees the others.
+nearest; `relative_shift.py` turns them into scores by key. There are `x = n + c - 1` distances between the queries and
+the keys of a chunk; under causality the first `n` of them are enough, since no query sees the others.
 """
 
 from typing import NamedTuple
@@ -16,6 +13,7 @@ from torch import Tensor
 
 from ..dtypes import at_least_float32
 from ..masking import Structure, part_of_mask
+from .relative_shift import shifted, unshifted
 
 # How many queries a chunk has.
 CHUNK = 64
@@ -99,13 +97,13 @@ class RelativeChunk(NamedTuple):
         if grads.content_bias is not None:
             grads.content_bias.add_(grad_query.sum((1, 2), keepdim=True, dtype=grads.content_bias.dtype))
         if operands.table is not None:
-            unshifted = self._unshift(grad_scores).flatten(1, 2)  # [H, B * c, x]
-            unshifted = unshifted[..., self._real_columns(operands.table)]
+            by_distance = unshifted(grad_scores, len(self.distances), is_causal=self.structure.is_causal)
+            by_distance = by_distance.flatten(1, 2)[..., self._real_columns(operands.table)]  # [H, B * c, L]
             if grads.bias is not None:
-                self._table_rows(grads.bias).add_(unshifted.sum(1, dtype=grads.bias.dtype))
+                self._table_rows(grads.bias).add_(by_distance.sum(1, dtype=grads.bias.dtype))
             if operands.embeddings is not None and grads.embeddings is not None:
-                self._table_rows(grads.embeddings).add_(unshifted.transpose(-1, -2) @ query.flatten(1, 2))
-                grad_query += (unshifted @ self._table_rows(operands.embeddings)).view_as(grad_query)
+                self._table_rows(grads.embeddings).add_(by_distance.transpose(-1, -2) @ query.flatten(1, 2))
+                grad_query += (by_distance @ self._table_rows(operands.embeddings)).view_as(grad_query)
         grads.query[:, :, self.queries] = grad_query
 
     def dropout_mask(self, probs: Tensor, dropout: float, seed: Tensor | None) -> Tensor | None:
@@ -143,26 +141,7 @@ class RelativeChunk(NamedTuple):
                 torch.baddbmm(self._table_rows(operands.bias)[:, None], query.flatten(1, 2), rows, out=reachable)
             else:
                 torch.add(self._table_rows(operands.bias)[:, None], query.flatten(1, 2) @ rows, out=reachable)
-        return self._shifted(by_distance, num_keys)
-
-    def _unshift(self, grad_scores: Tensor) -> Tensor:
-        """Undoes the relative shift: `grad_scores` `[H, B, c, n]` by distance, `[H, B, c, x]` with zeros elsewhere."""
-        num_keys = self.shape[1]
-        by_distance = grad_scores.new_zeros(*grad_scores.shape[:3], len(self.distances))
-        flat, source = by_distance.flatten(0, 1), grad_scores.flatten(0, 1)
-        # Under causality the last key of a query shares its element of the shifted view with the first key of the next
-        # query. The last key is visible to the last query only, so the view leaves it out, and that one gradient is
-        # copied by itself.
-        copied = num_keys - 1 if self.structure.is_causal else num_keys
-        self._shifted(by_distance, copied).copy_(source[..., :copied])
-        flat[:, -1, num_keys - 1] = source[:, -1, -1]
-        return by_distance
-
-    def _shifted(self, by_distance: Tensor, keys: int) -> Tensor:
-        """The relative shift of new memory that holds `[H, B, c, x]`: a view `[H * B, c, keys]` of the first keys."""
-        queries, columns = self.shape[0], by_distance.shape[-1]
-        size = (by_distance.numel() // (queries * columns), queries, keys)
-        return by_distance.as_strided(size, (queries * columns, columns - 1, 1), storage_offset=queries - 1)
+        return shifted(by_distance, num_queries, num_keys)
 
     def _table_rows(self, table: Tensor) -> Tensor:
         """The rows of a farthest-first table `[H, L, ...]` that queries of this chunk reach."""
