@@ -143,12 +143,7 @@ def _load_model(
         place = path if Path(path).is_dir() else f"{path}, which is no folder here, from the Hub"
         hint = "; a module of yours that registers it goes with --import" if is_unknown(error) else ""
         raise UserError(f"cannot load a causal language model from {place}: {_reason(error)}{hint}") from error
-    if reads_both_ways(model.config):
-        raise UserError(
-            f"{path} is a {config.model_type} that reads each token with those after it, so predicting the next "
-            "token means nothing; if it was trained to read left to right, say so in its config.json (is_decoder: "
-            "true, or in XLNet attn_type: uni)"
-        )
+    check_reads_one_way(path, model.config)
     check_loaded(f"the checkpoint {path}", info)
     check_composed(f"the checkpoint {path}", model.config, info)
     return model
@@ -175,6 +170,16 @@ def check_loaded(place: str, info: Mapping[str, Any], *, exactly: bool = False) 
         raise UserError(
             f"{place} holds {len(unread)} weights that its config.json does not ask for, such as {unread[0]}; use the "
             "configuration that belongs to them"
+        )
+
+
+def check_reads_one_way(path: str, config: PreTrainedConfig) -> None:
+    """Raises UserError for the checkpoint in `path` if its `config` says that tokens see those after them."""
+    if reads_both_ways(config):
+        raise UserError(
+            f"{path} is a {config.model_type} that reads each token with those after it, so predicting the next "
+            "token means nothing; if it was trained to read left to right, say so in its config.json (is_decoder: "
+            "true, or in XLNet attn_type: uni)"
         )
 
 

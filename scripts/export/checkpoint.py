@@ -10,7 +10,7 @@ from dynattn.families import FAMILIES
 from dynattn.modeling.positions.rotary import batch_dependent_rope
 
 from ..common.checkpoint_files import read_config
-from ..common.checkpoint_loading import check_loaded
+from ..common.checkpoint_loading import check_loaded, check_reads_one_way
 from ..common.errors import UserError, refusal_of
 
 
@@ -18,8 +18,8 @@ def load_checkpoint(folder: Path) -> PreTrainedModel:
     """Returns the causal language model in `folder`, in evaluation mode on the CPU.
 
     Raises:
-        UserError: it is not of this package, has no causal language model, has a memory, rotary embedding or layers
-            that cannot be exported, is quantized, or is damaged.
+        UserError: it is not of this package, has no causal language model or one whose tokens see later ones, has a
+            memory, rotary embedding or layers that cannot be exported, is quantized, or is damaged.
     """
     config = read_config(folder)
     model_type, composed = config.get("model_type"), config.get("composed_heads") is not None
@@ -46,6 +46,7 @@ def load_checkpoint(folder: Path) -> PreTrainedModel:
         raise UserError(f"the model in {folder} does not load: {refusal_of(error)}") from error
     model, info = loaded
     check_loaded(str(folder), info, exactly=True)
+    check_reads_one_way(str(folder), model.config)
     refuse_batch_dependent_rope(model.config, folder)
     refuse_states(model.config, folder)
     return model.eval()

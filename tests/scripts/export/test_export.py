@@ -17,6 +17,8 @@ from cases.versions import needs_transformers
 from cases.vision_models import strengthen
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
     DynamicCache,
     FalconH1Config,
     FalconH1ForCausalLM,
@@ -266,6 +268,15 @@ def test_layers_with_states_of_linear_attention_are_refused(tmp_path: Path, caps
     with_composed_heads(FalconH1ForCausalLM)(config).save_pretrained(tmp_path / "model")
     assert main(["export", "torch", str(tmp_path / "model"), str(tmp_path / "graphs")]) == 2
     assert "has layers of linear attention or convolutions" in capsys.readouterr().err
+
+
+@needs_transformers("5.23")
+def test_a_language_model_that_reads_both_ways_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It keeps no cache, which the decoding graph needs; exporters only say that they find none."""
+    config = BertConfig(**SMALL, intermediate_size=48, is_decoder=False)
+    with_composed_heads(BertLMHeadModel, dropout=0.0)(config).save_pretrained(tmp_path / "model")
+    told = refusal(capsys, "torch", tmp_path / "model", tmp_path / "graphs")
+    assert "is a bert that reads each token with those after it" in told
 
 
 @needs_transformers("5.23")
