@@ -141,6 +141,7 @@ def test_bounds_are_told_and_drawn(tmp_path: Path):
         "same": dict.fromkeys(range(3), run_of(5.0, 4.0)),
     })  # fmt: skip
     rows = table(record).splitlines()
+    assert rows[0].split(" | ")[3:7] == ["difference", "95 % interval", "p", "difference at equal time"]
     assert rows[3].split(" | ")[6:9] == ["", *["\N{GREATER-THAN OR EQUAL TO} 2.00 x"] * 2]
     assert rows[4].split(" | ")[6:9] == ["+2.0000", *["\N{LESS-THAN OR EQUAL TO} 0.50 x"] * 2]
     assert rows[5].split(" | ")[6:9] == ["+0.0000", "1.00 x", "1.00 x"]
@@ -158,7 +159,8 @@ def test_arms_are_compared_on_the_seeds_on_which_neither_diverged(tmp_path: Path
     text = table(record)
     assert "COMPOSED diverged on seed 2; the comparison is of seeds 0, 1, 3." in text
     assert "GONE diverged on seeds 0, 1, 2, 3; there is no comparison." in text
-    assert "not corrected for 0 comparisons." in table(record_of({"plain": plain, "gone": dict.fromkeys(range(4))}))
+    alone = table(record_of({"plain": plain, "gone": dict.fromkeys(range(4))}))
+    assert "not corrected for 0 comparisons." in alone and "equal time" not in alone
     assert "| SINGLE | 7 | 4.1000 | +0.1000 |  |  |" in text
     draw_arms(record, tmp_path / "losses.png")
     record = record_of({"composed": composed, "plain": plain})
