@@ -167,8 +167,7 @@ def load_stream(source: str, arguments: PretrainArguments) -> IterableDataset:
             raise UserError(f"the column {column!r} of {source} holds {value!r}, not text; set text_column to another")
         return {"text": value or ""}
 
-    texts = stream.map(to_text, remove_columns=stream.column_names)
-    return texts.filter(lambda row: bool(row["text"].strip()))
+    return stream.map(to_text).filter(lambda row: bool(row["text"].strip()))
 
 
 def is_hub_name(source: str) -> bool:
@@ -179,7 +178,7 @@ def is_hub_name(source: str) -> bool:
         return False
 
 
-def hold_out(dataset: Dataset, share: float, *, divisible: bool = True) -> tuple[Dataset, Dataset]:
+def hold_out(dataset: Dataset, share: float, *, divisible: bool) -> tuple[Dataset, Dataset]:
     """Splits off `share` of the documents, at least one and not all; a single document is cut in two between lines.
 
     Raises:

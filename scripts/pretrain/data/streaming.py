@@ -82,8 +82,7 @@ class StreamedSequences(Sequences):
     def __init__(self, folder: Path, arguments: PretrainArguments) -> None:
         self.folder, self.size, self.length = folder, arguments.shuffle_buffer, arguments.sequence_length
         self.mask_documents = arguments.mask_documents
-        self._number = -1
-        self._block: Block | None = None
+        self._read: tuple[int, Block] | None = None
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -107,13 +106,13 @@ class StreamedSequences(Sequences):
 
     def _wait_for(self, number: int) -> Block:
         """The block `number`, once it is written."""
-        if number != self._number or self._block is None:
+        if self._read is None or self._read[0] != number:
             path = block_path(self.folder, number)
             while not path.exists():
                 check_failure(self.folder)
                 time.sleep(POLL_SECONDS)
-            self._number, self._block = number, Block.load(path)
-        return self._block
+            self._read = number, Block.load(path)
+        return self._read[1]
 
 
 class StreamOrder(TrainingOrder):

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from cases.training import killed_run, run
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
@@ -33,14 +33,14 @@ from dynattn.scripts.pretrain.data.streaming import split_stream
 
 def test_held_out_documents_are_not_training_documents():
     dataset = Dataset.from_dict({"text": [f"document {number}" for number in range(50)]})
-    train, validation = hold_out(dataset, share=0.1)
+    train, validation = hold_out(dataset, share=0.1, divisible=False)
     assert len(validation["text"]) == 5
     assert sorted([*train["text"], *validation["text"]]) == sorted(dataset["text"])
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
 def test_both_splits_get_a_document(share: float):
-    train, validation = hold_out(Dataset.from_dict({"text": ["a", "b", "c"]}), share)
+    train, validation = hold_out(Dataset.from_dict({"text": ["a", "b", "c"]}), share, divisible=True)
     assert min(len(train), len(validation)) >= 1
 
 
@@ -100,6 +100,20 @@ def test_local_files_folders_and_globs_hold_the_same_documents(tmp_path: Path, s
         assert loaded.train["train"].column_names == ["text"]
         streamed = load_stream(str(source), PretrainArguments(output="x", text_column=column))
         assert sorted(row["text"] for row in streamed) == documents
+
+
+def test_a_dataset_of_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch):
+    """Some datasets do not tell their columns before they are read."""
+    rows = [{"text": "a", "number": 1}, {"text": " ", "number": 2}]
+    load, arguments = Mock(), PretrainArguments(output="x", dataset_config="en")
+    monkeypatch.setattr(documents, "load_dataset", load)
+    for stream in (Dataset.from_list(rows).to_iterable_dataset(), IterableDataset.from_generator(lambda: iter(rows))):
+        load.return_value = stream
+        assert [row["text"] for row in load_stream("owner/name", arguments)] == ["a"]
+    load.assert_called_with("owner/name", "en", split="train", streaming=True)
+    load.return_value = Dataset.from_list(rows).to_iterable_dataset()
+    with pytest.raises(UserError, match=r"owner/name has no column 'body', only \['text', 'number'\]"):
+        load_stream("owner/name", PretrainArguments(output="x", text_column="body"))
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path):
