@@ -9,7 +9,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFas
 from dynattn.modeling.ops.chunked_loss import IGNORED
 from dynattn.scripts.common.errors import UserError
 from dynattn.scripts.pretrain import PretrainArguments
-from dynattn.scripts.pretrain.data.objectives import VALIDATION_SEED, CausalLM, Examples, MaskedLM, make_objective
+from dynattn.scripts.pretrain.data.objectives import CausalLM, Examples, MaskedLM, make_objective
 from dynattn.scripts.pretrain.data.packing import PackedSequences
 from dynattn.scripts.pretrain.data.token_stream import TokenStream
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
@@ -69,7 +69,7 @@ def test_masks_depend_on_seed_and_place_alone(objective: MaskedLM, tokenizer: Pr
     other = MaskedLM(tokenizer, seed=4).example(sequence(64), 1)["labels"]
     assert torch.equal(first, again) and not torch.equal(first, elsewhere) and not torch.equal(first, other)
     held_out = {objective.for_validation().seed, MaskedLM(tokenizer, seed=4).for_validation().seed}
-    assert held_out == {VALIDATION_SEED}
+    assert held_out == {2**32 - 1}  # another one would give held-out text other masks than those of earlier runs
 
 
 def test_a_sequence_in_which_nothing_was_drawn_is_drawn_again(objective: MaskedLM) -> None:
@@ -97,6 +97,8 @@ def test_causal_targets_are_the_next_tokens(tokenizer: PreTrainedTokenizerFast) 
     item = Examples(packed, objective)[0, 7]
     assert isinstance(objective, CausalLM) and torch.equal(item["labels"], packed[0]["labels"])
     assert objective.count({name: tensor[None] for name, tensor in item.items()}) == 52  # all but the starts
+    shifted = torch.tensor([[7, IGNORED, 8]])
+    assert objective.count({"labels": shifted, "shift_labels": shifted}) == 2
 
 
 def test_a_tokenizer_without_a_mask_token_is_refused_with_the_fix() -> None:
