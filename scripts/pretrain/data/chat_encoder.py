@@ -85,7 +85,7 @@ class ChatEncoder(TextEncoder):
 
     def _by_tag(self, turns: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
         rendered: Any = self.tokenizer.apply_chat_template(
-            turns, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+            turns, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
         )
         return rendered["input_ids"], rendered["assistant_masks"]
 
