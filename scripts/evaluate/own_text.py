@@ -140,9 +140,8 @@ def summarize(scores: Scores, sizes: Sequence[int]) -> dict[str, Any]:
     bounds = [2**power for power in range(int(depths.max()).bit_length() + 1)]
     positions = []
     for low, high in pairwise(bounds):
-        chosen = nats[(depths >= low) & (depths < high)]
-        if len(chosen):
-            positions.append({"from": low, "to": high - 1, "tokens": len(chosen), "loss": float(chosen.mean())})
+        chosen = nats[(depths >= low) & (depths < high)]  # not empty: the deepest document has all depths
+        positions.append({"from": low, "to": high - 1, "tokens": len(chosen), "loss": float(chosen.mean())})
     return {
         "tokens": len(nats),
         "bits_per_byte": float(sums.sum() / sum(sizes)),

@@ -133,7 +133,9 @@ def test_checkpoints_are_compared_document_by_document(
     command += ["--others", *others, "--output", str(tmp_path / "results"), "--device", "cpu"]
     command += ["--max_length", "8"]
     assert cli.main(command) == 0
-    assert "3 documents of 97 bytes in texts.jsonl" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "3 documents of 97 bytes in texts.jsonl" in printed
+    assert "| bits per byte | loss per token | difference, documents | p |" in printed
     results = json.loads((tmp_path / "results" / "results.json").read_text())
     assert results["rows"] == [1, 2, 3] and results["rows_without_text"] == 1
     first, second, _, again = (np.array(one["bits_per_byte_of_documents"]) for one in results["checkpoints"])
