@@ -218,6 +218,7 @@ def test_checkpoints_are_compared_at_the_positions_that_both_read(checkpoints: l
     assert main(["evaluate", checkpoints[0], *options]) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     first, other = results["checkpoints"]
+    assert results["text"] == str(text)
     assert [cell["length"] for cell in other["pass_key"]] == [96] * 5
     (difference,) = results["comparison"][0]
     assert (difference["from"], difference["to"]) == (1, 96)
@@ -256,3 +257,16 @@ def test_rotary_parameters_that_are_not_valid_are_refused(
 ) -> None:
     assert main(["evaluate", checkpoints[0], "--suite", "long", "--rope_parameters", rope]) == 2
     assert "rope" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("length", "message"),
+    [(97, "can read 96 tokens and not 97; give a smaller --max_length"), (90, "shorter than 90 tokens; give a longer")],
+)
+def test_lengths_that_the_model_or_the_text_does_not_have_are_refused(
+    length: int, message: str, checkpoints: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "short.txt").write_text("Few words.")
+    options = ["--suite", "long", "--dataset", str(tmp_path / "short.txt"), "--max_length", str(length)]
+    assert main(["evaluate", checkpoints[1], *options]) == 2
+    assert message in capsys.readouterr().err
