@@ -74,7 +74,7 @@ def make_batch(task: str, rng: Generator, batch: int, length: int) -> Batch:
     prompt, answer = GENERATORS[task](rng, batch, length)
     bos, sep, eos = (np.full((batch, 1), token) for token in (BOS, SEP, EOS))
     parts = [bos, prompt + FIRST_SYMBOL, sep, answer + FIRST_SYMBOL, eos]
-    return Batch(np.concatenate(parts, axis=1).astype(np.int64), prompt.shape[1] + 2)
+    return Batch(np.concatenate(parts, axis=1), prompt.shape[1] + 2)
 
 
 def trained_length(task: str, longest: int) -> int:

@@ -58,6 +58,7 @@ def test_answers_follow_the_definition_of_their_task(task: str, length: int) -> 
 @pytest.mark.parametrize("reverses", [False, True])
 def test_sums_of_long_numbers_carry(reverses: bool) -> None:
     batch = make_batch("addition-reversed" if reverses else "addition", np.random.default_rng(0), 50, 6)
+    assert batch.tokens.dtype == np.int64
     order = slice(None, None, -1) if reverses else slice(None)
     for row in batch.tokens - FIRST_SYMBOL:
         first, second, total = row[1:7][order], row[8:14][order], row[15:22][order]
