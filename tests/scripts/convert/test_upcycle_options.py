@@ -1,6 +1,7 @@
 """Options that make the result differ, `dynattn convert check`, and everything that is refused."""
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from transformers import (
 )
 
 from dynattn import DCFormerConfig, DCPythiaConfig, RCMHAConfig, with_composed_heads
+from dynattn.scripts.convert.upcycle.identity import size_of
 
 NEOX: dict[str, Any] = {
     "vocab_size": 101,
@@ -123,6 +125,11 @@ def test_reverse_refuses_a_model_that_composes(
     line = refusal(capsys, "pythia", ours, back, "--reverse")
     assert told in line and "2.5e-01" in line
     assert not back.exists()
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_weights_that_are_not_finite_are_the_largest(value: float) -> None:
+    assert size_of(torch.tensor([[1.0, value], [2.0, 3.0]])) == math.inf
 
 
 def test_check_tells_equal_from_different(
