@@ -204,8 +204,9 @@ def test_other_tokens_and_other_logits_are_refused() -> None:
 def test_exact_logits_of_experts_are_those_of_the_model() -> None:
     """Whose implementation by default computes in no float64."""
     model, (prompt, mask) = composed_llama(**EXPERTS), make_prompt(make("composed-llama").config, tokens=3, seed=0)
-    expected = model(prompt[:1]).logits[:, -1:]
-    exact = exact_logits(model, prompt, mask, torch.zeros(2, 1, dtype=torch.long))[:1]
+    tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    expected = model(torch.cat([prompt, tokens[:, :-1]], dim=1)[:1]).logits[:, -3:]
+    exact = exact_logits(model, prompt, mask, tokens)[:1]
     torch.testing.assert_close(exact.float(), expected, atol=1e-4, rtol=1e-4)
     assert exact.dtype == torch.float64
 
