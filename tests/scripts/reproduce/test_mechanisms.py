@@ -259,6 +259,8 @@ def test_the_table_answers_the_question():
     assert "| plain | 1,234 | 0 of 5 | 500 | 0.500 |  |" in text
     assert record["tasks"][0]["log_rank"]["full against plain-2h"]["p"] == pytest.approx(1.0)
     assert record["tasks"][0]["log_rank"]["full against plain"]["p_holm"] < 0.01
+    unsolved = [finished("recall-12", arm, seed, None) for arm in ("plain", "plain-2h", "full") for seed in range(2)]
+    assert "DCMHA against plain nothing tells them apart" in table(make_record(unsolved, SETTINGS))
 
 
 def test_heads_to_solve_counts_the_heads_of_each_side():

@@ -97,6 +97,11 @@ def test_the_record_counts_all_runs_and_compares_by_seed() -> None:
     )
 
 
+def test_a_cell_in_which_no_run_learned_has_no_mean_of_the_learned() -> None:
+    text = table(record_of(*(run_of("alibi", "off", seed, [0.5] * 5) for seed in (0, 1))))
+    assert "| copy-one | alibi | off | 0 of 2 | 0.500 ± 0.000 | 0.500 ± 0.000 |  | -, - | 0.289 |" in text
+
+
 def test_parity_is_reported_but_not_ranked() -> None:
     runs = [run_of("none", "off", seed, [1.0, 1.0, 0.5, 0.5, 0.5]) | {"task": "parity"} for seed in (0, 1)]
     record = record_of(*runs)
