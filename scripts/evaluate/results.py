@@ -118,11 +118,11 @@ def read_lm_eval(
 
 def _hub_dataset(config: Mapping[str, Any]) -> dict[str, str | None]:
     """The fields `dataset` and `dataset_config` of a task: None where its data comes from files of the user."""
-    path = config.get("dataset_path")
+    path = config.get("dataset_path") or ""
     given = config.get("dataset_kwargs") or {}
     # Beside files a name without owner is that of their format, such as "json", which several tasks share.
-    is_format = path is not None and "/" not in path and ("data_files" in given or "data_dir" in given)
-    if path is None or is_format or not may_be_on_the_hub(path):
+    is_format = "/" not in path and ("data_files" in given or "data_dir" in given)
+    if is_format or not may_be_on_the_hub(path):
         return {"dataset": None, "dataset_config": None}
     return {"dataset": path, "dataset_config": config.get("dataset_name")}
 
