@@ -400,3 +400,17 @@ def test_all_arms_of_a_seed_read_the_same_sequences():
         run_one(Run("recall-12", arm, 1, 2, 0, 1e-3), preset)
     assert all(map(torch.equal, seen[:3], seen[3:]))
     assert not torch.equal(seen[1], seen[2])
+
+
+def test_the_seed_of_a_run_decides_its_initial_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights: list[Tensor] = []
+
+    def remember(model: torch.nn.Module, *_: object) -> list[tuple[int, float]]:
+        weights.append(torch.cat([weight.flatten() for weight in model.parameters()]))
+        return [(1, 0.0)]
+
+    monkeypatch.setattr(training, "train", remember)
+    preset = Preset(TINY.size, TASKS, 4, 2, 1, 8)
+    for seed in (0, 0, 1):
+        run_one(Run("recall-12", "full", 1, 2, seed, 1e-3), preset)
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
