@@ -27,7 +27,7 @@ def detr(**options: Any) -> tuple[nn.Module, Ask]:
     )
     sizes = {"d_model": 16, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_queries": 7}
     layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-    config = DetrConfig(backbone_config=backbone, num_labels=3, dropout=0.0, **sizes, **layers, **options)
+    config = DetrConfig(backbone_config=backbone, num_labels=3, dropout=0.0, **{**sizes, **layers, **options})
     pixels, mask = torch.randn(2, 3, 32, 32, dtype=torch.float64), torch.ones(2, 32, 32, dtype=torch.long)
     mask[1, :, 20:] = 0
     return DetrForObjectDetection(config).eval().double(), lambda model: model(pixels, pixel_mask=mask).logits

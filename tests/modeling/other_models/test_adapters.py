@@ -53,6 +53,27 @@ def test_attention_of_detr_is_the_module_for_pytorch(name: str) -> None:
     torch.testing.assert_close(ours, expected)
 
 
+def test_the_decoder_of_detr_may_have_another_number_of_heads() -> None:
+    """Its attention has no attribute that tells it, and the configuration names the number of the encoder alone."""
+    model, ask = detr(decoder_attention_heads=2)
+    before = ask(model)
+    compose_heads_of(model)
+    assert [model.get_submodule(f"{name}.composition").num_heads for name in DETR_NAMES] == [4, 2, 2]
+    torch.testing.assert_close(ask(model), before)
+
+
+def test_generators_beside_quantized_projections_have_the_dtype_of_the_other_weights() -> None:
+    model, _ = detr()
+    for name in DETR_NAMES:
+        for part in ("q_proj", "k_proj", "v_proj"):
+            projection = model.get_submodule(f"{name}.{part}")
+            projection.weight = nn.Parameter(projection.weight.char(), requires_grad=False)
+    compose_heads_of(model)
+    composed = [module for module in model.modules() if isinstance(module, SideGenerators)]
+    generators = [generator for module in composed for generator in module.generators()]
+    assert {weight.dtype for generator in generators for weight in generator.parameters()} == {torch.float64}
+
+
 @pytest.mark.parametrize("masking", ["none", "mask", "causal"])
 def test_attention_of_timm_is_the_module_for_pytorch(masking: str) -> None:
     """Causality comes before a mask, as in timm."""

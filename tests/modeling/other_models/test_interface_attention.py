@@ -210,7 +210,7 @@ SOURCES = {"input_ids": IDS, "attention_mask": MASK}
 FEATURES = {"input_features": torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0))}
 T5_SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
 WHISPER: dict[str, Any] = dict.fromkeys(("encoder_layers", "decoder_layers"), 2)
-WHISPER |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)
+WHISPER |= {"encoder_attention_heads": 4, "decoder_attention_heads": 2}  # the configuration names the first
 WHISPER |= {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8, "max_source_positions": 12}
 WHISPER |= {"max_target_positions": 40, "vocab_size": 97, "decoder_start_token_id": 1, "pad_token_id": 0}
 WHISPER |= {"bos_token_id": 1, "eos_token_id": 2, "suppress_tokens": [], "begin_suppress_tokens": []}

@@ -236,9 +236,10 @@ def test_composition_equals_the_definition(switches: dict[str, Any], cross: str)
     assert not [name for name, gradient in found.items() if gradient is None or not gradient.abs().max() > 0]
 
 
-def test_differential_heads_equal_their_authors_formula() -> None:
-    fields = mixer_fields("differential")
-    module = ComposedMultiheadAttention(E, H, batch_first=True, dtype=torch.float64, layer_idx=2, **fields)
+@pytest.mark.parametrize(("given", "layer"), [({}, 0), ({"layer_idx": 2}, 2)])
+def test_differential_heads_equal_their_authors_formula(given: dict[str, Any], layer: int) -> None:
+    fields = mixer_fields("differential") | given
+    module = ComposedMultiheadAttention(E, H, batch_first=True, dtype=torch.float64, **fields)
     part = module.differential
     assert part is not None
     with torch.no_grad():
@@ -246,7 +247,7 @@ def test_differential_heads_equal_their_authors_formula() -> None:
     x = torch.randn(B, T, E, dtype=torch.float64, requires_grad=True)
     heads = module._project(x, x, x)
     dots = [(part.lambda_q1 @ part.lambda_k1).exp(), (part.lambda_q2 @ part.lambda_k2).exp()]
-    start = 0.8 - 0.6 * 2.718281828459045 ** (-0.3 * 2)
+    start = 0.8 - 0.6 * 2.718281828459045 ** (-0.3 * layer)
     wide = torch.cat(authors.differential(*heads, dots[0] - dots[1] + start).chunk(2, dim=2), dim=-1)  # [B, T, H/2, 2D]
     normed = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * part.norm.weight * (1 - start)
     expected = module.out_proj(normed.flatten(2))
