@@ -231,6 +231,10 @@ ROPE_MISTAKES: list[tuple[dict[str, Any], str]] = [
         "short_factor .* must be a list of (16|4) numbers, one for each pair",
     ),
     (
+        {"rope_type": "longrope", "short_factor": 1.0, "long_factor": [1.0] * 3},
+        r"short_factor \(1.0\) must be a list of (16|4) numbers",
+    ),
+    (
         {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
         r"low_freq_factor \(1.0\) and high_freq_factor are equal",
     ),

@@ -107,6 +107,14 @@ def test_borders_leave_given_positions_alone(family: str) -> None:
 
 @every_family
 @torch.no_grad()
+def test_two_documents_of_one_token_are_apart(family: str) -> None:
+    model = make(family)
+    expected = torch.cat([model(ids).logits for ids in IDS[:, :2].split(1, dim=1)], dim=1)
+    assert_same(model(IDS[:, :2], position_ids=torch.zeros(1, 2, dtype=torch.long)).logits, expected)
+
+
+@every_family
+@torch.no_grad()
 def test_positions_that_jump_ahead_separate_nothing(family: str) -> None:
     """A later token depends on the first one of its row, whatever numbers lie between them."""
     model = make(family)

@@ -501,6 +501,7 @@ def test_weights_that_checkpoints_name_otherwise_are_loaded_into_composed_models
     torch.manual_seed(0)
     plain = plain_class(GPTNeoXConfig(**DECODER, rotary_pct=1.0)).eval()
     plain.save_pretrained(tmp_path / "plain")
+    with_composed_heads(plain_class, compose_rank=1)  # has the same name
     composed_class = with_composed_heads(plain_class)
     composed = composed_class.from_pretrained(tmp_path / "plain").eval()
     torch.testing.assert_close(composed(IDS).logits, plain(IDS).logits)
