@@ -73,10 +73,13 @@ def test_outputs_can_be_viewed_in_another_shape(implementation: str) -> None:
 
 
 def test_a_module_that_does_not_say_whether_it_is_causal_is_refused() -> None:
-    """A Splinter is not, and knows only `eager`."""
+    """A Splinter is not, and knows only `eager`; a mask says it, too."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = SplinterConfig(**sizes, vocab_size=20, question_token_id=3, attention_probs_dropout_prob=0.0)
     model = SplinterModel(config).eval()
+    ids, mask = torch.arange(2, 12)[None], torch.arange(10)[None] < 7
+    expected = model(ids, attention_mask=mask).last_hidden_state[:, :7]
     model.set_attn_implementation("chunked")
     with pytest.raises(ValueError, match=r"SplinterSelfAttention does not say whether it is causal.*use attn_impl"):
-        model(torch.arange(2, 12)[None])
+        model(ids)
+    torch.testing.assert_close(model(ids, attention_mask=mask).last_hidden_state[:, :7], expected)
