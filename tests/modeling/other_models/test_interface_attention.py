@@ -420,6 +420,7 @@ def test_a_model_of_a_class_that_was_made_here_can_be_pickled_and_copied(monkeyp
     one, other = (pickle.loads(pickled)[0] for _ in range(2))
     assert type(one) is type(other) is not type(model) and type(one).__name__ == "ComposedLlamaForCausalLM"
     assert torch.equal(one(IDS).logits, expected)
+    assert type(one)(LlamaConfig(**DECODER)).config.composed_heads == {"compose_rank": 1}
 
 
 def test_a_subclass_of_a_class_that_was_made_here_is_pickled_by_its_name() -> None:
