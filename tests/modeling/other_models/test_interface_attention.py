@@ -918,6 +918,19 @@ def test_layers_that_attend_to_keys_of_others_are_left_alone() -> None:
     assert compose_heads_of(model) == ["model.layers.0.self_attn"]
 
 
+class PiecewiseAttention(LlamaAttention):
+    """Stands for attention that gets the borders of pieces of a row, as in encoders of Qwen's pictures."""
+
+    def forward(self, hidden_states: Tensor, cu_seqlens: Tensor | None = None, **kwargs: Any) -> Any:
+        return super().forward(hidden_states, **kwargs)
+
+
+def test_attention_to_pieces_of_a_row_is_left_alone() -> None:
+    model = llama()
+    model.model.layers[1].self_attn.__class__ = PiecewiseAttention
+    assert compose_heads_of(model) == ["model.layers.0.self_attn"]
+
+
 def test_a_projection_that_takes_anothers_place_is_noted() -> None:
     """As those with quantized weights do, when `from_pretrained` has made the model. PEFT puts one into another."""
     model = llama()
