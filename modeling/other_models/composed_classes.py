@@ -270,7 +270,7 @@ def composing_class(find: Callable[[Any, Any], Any], config: Any, models: Any) -
     if getattr(own, "composed_heads", None) is not None:
         return with_own_options(found)
     if own is config or hasattr(found, "plain_class"):
-        return found
+        return found  # only the part for texts has the field, and composes by itself; or the class was made to compose
     return _class_with_options(found, json.dumps(UNSEEN_OPTIONS | _chosen_options({}, config.composed_heads)))
 
 
