@@ -116,7 +116,7 @@ UNFIT: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     ),
     "sight of later tokens": (
         lambda: compose(BertLMHeadModel, BertConfig(**SIZES, attention_probs_dropout_prob=0.0)),
-        "cannot have a position bias or sinks, nor be seen by earlier",
+        "serve causal attention without position bias and sinks alone",
     ),
     "angles of the longest": (
         lambda: compose(LlamaForCausalLM, LlamaConfig(**SIZES, rope_parameters=LONGROPE)),
