@@ -53,10 +53,10 @@ def refuse_tokens(layer: CacheLayerMixin, missing: str) -> None:
 
 
 def past_tokens_within(cache: Cache | None, length: int, limit: int) -> int | None:
-    """Number of tokens in a cache, for a check that `length` more stay within `limit`; None where none is needed.
+    """Number of tokens in a cache, for a check that `length` more stay within `limit`; None where nothing is to check.
 
-    A static cache counts on the device. Reading its count would make every decoding step wait for the device, so it is
-    read only if the cache has room for more than `limit` tokens, and never while tracing: the result is None instead.
+    A static cache counts on the device. Reading its count would make every decoding step wait for the device. So it is
+    None where the cache has no room for more than `limit` tokens, and while tracing.
     """
     past_tokens = token_count(cache)
     if not isinstance(past_tokens, Tensor):

@@ -22,7 +22,7 @@ def loss_options(model: nn.Module, z_loss: float = 0.0) -> dict[str, Any]:
     """
     if not isinstance(model, CausalLMHead | MaskedLMHead):
         return {}
-    return {"skip_logits": True, **({"z_loss": z_loss} if z_loss else {})}
+    return {"skip_logits": True} | ({"z_loss": z_loss} if z_loss else {})
 
 
 def share_of_loss(model: nn.Module, loss: Tensor, targets: int, total: Tensor) -> Tensor:
