@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...configuration.multihead_config import make_config
 from ..ops.dcmha.attention import dcmha_attention, resolve_implementation
 from .interface_attention import Choices, ComposedInterfaceAttention
+from .interface_function import COMPOSED_HEADS
 from .interface_modules import (
     calls_interface,
     dropout_error,
@@ -82,6 +83,11 @@ def prepare_timm(attention: Any, choices: Choices) -> None:
         attention.norm = nn.Identity().train(attention.training)
 
 
+def prepare_interface(attention: ComposedInterfaceAttention, choices: Choices) -> None:
+    """Makes a module of Transformers call `attend_with_composed_heads`."""
+    attention.switch_on(choices, COMPOSED_HEADS)
+
+
 _TIMM = Adapter(
     ComposedTimmAttention,
     timm_sizes,
@@ -99,7 +105,7 @@ INTERFACE = Adapter(
     ComposedInterfaceAttention,
     interface_sizes,
     interface_dropout,
-    ComposedInterfaceAttention.switch_on,
+    prepare_interface,
     is_cross_attention,
 )
 

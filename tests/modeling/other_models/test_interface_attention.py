@@ -94,7 +94,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from dynattn import DCFormerConfig, DCFormerForCausalLM, compose_heads_of, with_composed_heads
 from dynattn.modeling.layers.head_composition import DynamicComposition
-from dynattn.modeling.other_models import composed_classes, interface_attention
+from dynattn.modeling.other_models import composed_classes, interface_function
 from dynattn.modeling.other_models.composed_classes import composed_name
 from dynattn.modeling.other_models.interface_modules import projections_of
 from dynattn.modeling.other_models.side_generators import SideGenerators
@@ -823,13 +823,13 @@ def test_a_thread_may_first_call_a_model_when_it_is_compiled() -> None:
 def test_attention_reads_the_keys_and_values_of_the_cache_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache, read = llama().float(), DynamicCache(), []
     compose_heads_of(model)
-    attend = interface_attention.attention_function_of("chunked")
+    attend = interface_function.attention_function_of("chunked")
 
     def recorded(*args: Any, **options: Any) -> Any:
         read.append([states.data_ptr() for states in args[2:4]])
         return attend(*args, **options)
 
-    monkeypatch.setattr(interface_attention, "attention_function_of", lambda name: recorded)
+    monkeypatch.setattr(interface_function, "attention_function_of", lambda name: recorded)
     model(IDS, past_key_values=cache)
     model(IDS[:, :1], past_key_values=cache)
     assert read[2:] == [[layer.keys.data_ptr(), layer.values.data_ptr()] for layer in cache.layers]
