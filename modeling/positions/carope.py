@@ -110,16 +110,29 @@ def last_phases(cache: Cache | None, layer_idx: int, head_dim: int, dtype: torch
         return None
     if hasattr(layer, "_quantized_keys"):
         raise ValueError("position_scheme='carope' keeps phases in its cache, which a quantized one would round")
-    keys: Tensor = layer.keys
-    if not isinstance(layer, StaticLayer):
-        return cached_phases(keys[:, :, -1:], head_dim, dtype) if keys.shape[2] else None
-    # A full sliding layer keeps its last token in its last place. Its count on the device has stopped there, but the
-    # integer goes on. It is only compared: compiled code would be made anew for each value that it calculates with.
-    if getattr(layer, "cumulative_length_int", 0) >= keys.shape[2]:
-        return cached_phases(keys[:, :, -1:], head_dim, dtype)
-    count = torch.as_tensor(layer.cumulative_length, device=keys.device)
-    last = (count.reshape(1).clamp(max=keys.shape[2]) - 1).clamp(min=0)
-    phases = cached_phases(keys.index_select(2, last), head_dim, dtype)
+    if isinstance(layer, StaticLayer) and not _is_full(layer):
+        return _phases_before_empty_places(layer, head_dim, dtype)
+    last: Tensor = layer.keys[:, :, -1:]
+    return cached_phases(last, head_dim, dtype) if last.shape[2] else None
+
+
+def _is_full(layer: Any) -> bool:
+    """Whether a sliding static layer is full, so that its last token is in its last place.
+
+    Its count on the device stops there, and so cannot tell. The integer goes on; other static layers have none. It is
+    only compared, because compiled code would be made anew for each value that it calculates with.
+    """
+    return bool(getattr(layer, "cumulative_length_int", 0) >= layer.keys.shape[2])
+
+
+def _phases_before_empty_places(layer: Any, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """The phases of the last token in a static layer with empty places, zeros if all are empty.
+
+    The number of tokens is a tensor on the device, for which compiled code does not wait.
+    """
+    count = torch.as_tensor(layer.cumulative_length, device=layer.keys.device)
+    last = (count.reshape(1) - 1).clamp(0, layer.keys.shape[2] - 1)
+    phases = cached_phases(layer.keys.index_select(2, last), head_dim, dtype)
     return torch.where(count > 0, phases, 0)
 
 
