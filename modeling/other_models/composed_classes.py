@@ -266,11 +266,13 @@ def composing_class(find: Callable[[Any, Any], Any], config: Any, models: Any) -
     plain_config = copy.copy(config)
     plain_config.architectures = [name.removeprefix(PREFIX) for name in config.architectures or ()]
     found = find(plain_config, models)
-    own = config.text_config if found.config_class is config.sub_configs.get("text_config") else config
-    if getattr(own, "composed_heads", None) is not None:
+    gets_part = found.config_class is config.sub_configs.get("text_config")
+    if getattr(config.text_config if gets_part else config, "composed_heads", None) is not None:
         return with_own_options(found)
-    if own is config or hasattr(found, "plain_class"):
-        return found  # only the part for texts has the field, and composes by itself; or the class was made to compose
+    if not gets_part:
+        return found  # the model makes another one of its part for texts, which has the field and composes by itself
+    if hasattr(found, "plain_class"):
+        return found  # the class was made to compose
     return _class_with_options(found, json.dumps(UNSEEN_OPTIONS | _chosen_options({}, config.composed_heads)))
 
 
