@@ -99,7 +99,8 @@ class DynamicComposition(nn.Module):
         self.rank = config.compose_rank if config.compose_low_rank else 0
         self.has_gate, self.eps = config.compose_gate, config.compose_norm_eps
         self.act_fn = ACT2FN[config.compose_act]
-        self.dropout = nn.Dropout(config.compose_dropout)
+        # A call of `nn.Dropout` takes time in each decoding step, even if it drops nothing.
+        self.dropout = nn.Dropout(config.compose_dropout) if config.compose_dropout else nn.Identity()
         self.group_size = heads = self.num_heads // self.groups
         width = config.compose_hidden_size or 2 * config.compose_rank * heads
         self.components = components = len(self.stages) * len(self.sides)
@@ -157,8 +158,10 @@ class DynamicComposition(nn.Module):
         # Groups and components are joined to one dimension, since the gradient of the weight then has the strides of
         # the weight, and DistributedDataParallel warns about a copy otherwise.
         weight = self.factor_weight.flatten(0, 1)
-        hidden = hidden.unflatten(-1, weight.shape[:2])
-        down, up = torch.einsum("btck,ckrh->cbtrh", hidden, weight).split(self.rank, dim=3)
+        hidden = hidden.flatten(0, 1).unflatten(-1, weight.shape[:2]).transpose(0, 1)  # [G * C, B * T, K]
+        # `einsum` computes the same, but arranging it takes longer than the product of a decoding step.
+        factors = torch.bmm(hidden, weight.flatten(2)).view(len(weight), *hidden_states.shape[:2], *weight.shape[2:])
+        down, up = factors.split_with_sizes((self.rank, self.rank), dim=3)
         return [rms_norm(down, self.eps), up]
 
     def _gates(self, hidden_states: Tensor) -> Tensor:

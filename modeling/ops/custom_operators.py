@@ -6,6 +6,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from .autocast import without_autocast
@@ -28,6 +29,15 @@ TYPES: dict[Any, str] = {
     int: "SymInt",
     int | None: "SymInt?",
 }
+
+
+def are_operators_observed() -> bool:
+    """Whether a compiler, a trace or a mode such as `FlopCounterMode` looks at operators, and would miss other code.
+
+    Where none does, code that needs no gradients may be called by itself. A custom operator takes time in Python, which
+    is much of the time of a decoding step.
+    """
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode()
 
 
 class AttentionOperator(Generic[Inputs, Settings]):

@@ -11,8 +11,9 @@ from ..autocast import without_autocast
 
 SIDES = ("query", "key")
 LOW_RANK = ("query_down", "query_up", "key_down", "key_up")
-# The tensors of a composition, in the order in which operators and C code take them.
-TENSORS = (*(f"{side}_{kind}" for side in SIDES for kind in ("down", "up", "gate")), "static")
+# The tensors of a composition, in the order in which operators and C code take them, and the side of each.
+SIDE_OF = {f"{side}_{kind}": side for side in SIDES for kind in ("down", "up", "gate")} | {"static": ""}
+TENSORS = tuple(SIDE_OF)
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,19 @@ class Composition:
         """Returns the tensors that are present by name, in the order of `TENSORS`."""
         named = {name: getattr(self, name) for name in TENSORS}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def backing_tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors that hold all factors: the packed terms of a side by its name, and the other fields.
+
+        Views share dtype, device, layout and the need of gradients with them, so that a decoding step looks at these
+        few tensors only.
+        """
+        backing = dict(self.packed)
+        for name, side in SIDE_OF.items():
+            tensor = getattr(self, name)
+            if tensor is not None and side not in self.packed:
+                backing[name] = tensor
+        return backing
 
     def side(self, side: str) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Returns down `[B, T or S, R, H]`, up `[B, T or S, R, H]` and gate `[B, T or S, H]` of `query` or `key`."""
@@ -121,7 +135,8 @@ def unpack_factors(packed: Mapping[str, Tensor | None], static: Tensor | None = 
     present = {side: terms for side, terms in packed.items() if terms is not None}
     for side, terms in present.items():
         rank, has_gate = divmod(int(terms.shape[2]), 2)  # `torch.jit.trace` makes tensors of sizes
-        down, up, gate = terms.split((rank, rank, has_gate), dim=2)  # the gradient of a split is a single operation
+        # The gradient of a split is a single operation.
+        down, up, gate = terms.split_with_sizes((rank, rank, has_gate), dim=2)
         if rank:
             factors[f"{side}_down"], factors[f"{side}_up"] = down, up
         if has_gate:

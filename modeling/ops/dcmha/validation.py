@@ -77,7 +77,7 @@ def _check_stage(stage: str, composition: Composition, query: Tensor, key: Tenso
         _check_side(f"{stage}.{side}", *composition.side(side), (query.shape[0], tokens.shape[2], heads))
     if composition.static is not None and composition.static.shape != (heads, heads):
         _refuse(f"{stage}.static", composition.static, f"{(heads, heads)}")
-    for name, factor in composition.tensors().items():
+    for name, factor in composition.backing_tensors().items():
         check_kind(f"{stage}.{name}", factor, query, torch.float32)
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from ...custom_operators import NAMESPACE
+from ...custom_operators import NAMESPACE, are_operators_observed
 from ...distance_tables import DistanceTables, at_distances
 from ...dtypes import at_least_float32
 from ...masking import key_distances, masked_softmax, split_mask
@@ -33,12 +32,11 @@ def attend_to_cache(step: DecodeStep) -> Tensor:
 def _calls_c(dtype: torch.dtype) -> bool:
     """Whether C code can run in this place, and is faster than PyTorch's operators for queries of `dtype`.
 
-    Traces, and modes such as `FlopCounterMode`, see operators and no calls of C code. What Inductor generates is as
-    fast in float32.
+    What Inductor generates is as fast in float32.
     """
     if torch.compiler.is_compiling():
         return dtype != torch.float32
-    return not torch.jit.is_tracing() and not is_in_torch_dispatch_mode()
+    return not are_operators_observed()
 
 
 @torch.compiler.assume_constant_result

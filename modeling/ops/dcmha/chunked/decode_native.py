@@ -41,7 +41,7 @@ def decodes_in_c(step: DecodeStep) -> bool:
     stages = [stage for stage in (pre, post) if stage is not None]
     tensors = [query, key, value]
     for stage in stages:
-        tensors += stage.tensors().values()
+        tensors += stage.backing_tensors().values()
     dtype = query.dtype
     if dtype not in DTYPES or key.numel() == 0 or query.shape[3] * dtype.itemsize < 4:  # C code reads 4 bytes at once
         return False

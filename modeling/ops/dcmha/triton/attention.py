@@ -109,7 +109,7 @@ def _needs_gradients(tensors: tuple[Tensor, ...], *stages: Composition | None) -
     """Whether a gradient is needed of one of the tensors, of any shape, or of a factor of a stage."""
     if not torch.is_grad_enabled():
         return False
-    factors = [factor for stage in stages if stage is not None for factor in stage.tensors().values()]
+    factors = [factor for stage in stages if stage is not None for factor in stage.backing_tensors().values()]
     return any(part.requires_grad for part in (*tensors, *factors))
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...custom_operators import NAMESPACE
+from ...custom_operators import NAMESPACE, are_operators_observed
 from ...distance_tables import DistanceTables
 from ...masking import split_mask
 from ..composition import Composition, list_tensors
@@ -118,11 +118,11 @@ def decode(
         first_keys = first_keys.to(query.device)
     by_distance = tables.bias, tables.gain, offset
     settings = scaling, sliding_window, *groups, tables.compose_bias
-    return _decode_op(query, key, value, *factors, mask, first_keys, *by_distance, *settings)
+    run = _decode_op if are_operators_observed() or type(query) is not Tensor else _decode
+    return run(query, key, value, *factors, mask, first_keys, *by_distance, *settings)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::dcmha_triton_decode", mutates_args=())
-def _decode_op(
+def _decode(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -139,7 +139,7 @@ def _decode_op(
     post_groups: int,
     compose_bias: bool,
 ) -> Tensor:
-    """`decode` as an operator: `[B, 1, H, D]` for a query `[B, H, 1, D]` and stages as `list_tensors` lists them."""
+    """`decode` with stages as `list_tensors` lists them; returns `[B, 1, H, D]`."""
     if not query.numel() or not key.numel():
         return query.new_zeros(query.transpose(1, 2).shape)
     with torch.no_grad(), torch.cuda.device_of(query):
@@ -149,6 +149,9 @@ def _decode_op(
         first = 0 if sliding_window is None else max(0, keys - sliding_window)
         tables = decode_tables(DistanceTables(position_bias, position_gain, offset, compose_bias))
         return launch(query, key, value, stages, (pre_groups, post_groups), where, None, tables, (first, keys), scaling)
+
+
+_decode_op = torch.library.custom_op(f"{NAMESPACE}::dcmha_triton_decode", _decode, mutates_args=())
 
 
 @_decode_op.register_fake
@@ -270,19 +273,19 @@ def _side(down: Tensor | None, up: Tensor | None, gate: Tensor | None) -> Decode
 
     Otherwise copies them into one tensor.
     """
-    if gate is not None:
-        gate = gate.unsqueeze(2)
-    parts = [part for part in (down, up, gate) if part is not None]
-    if not parts:
-        return DecodeSide(None, None, None, 0, 0, 0)
-    share_strides = len({(*part.stride()[:2], part.stride(3)) for part in parts}) == 1 and parts[0].stride(3) == 1
-    if not share_strides or (down is not None and up is not None and down.stride(2) != up.stride(2)):
-        # `cat` may keep the order of dimensions of its inputs, so that heads would still not be contiguous.
-        joined = torch.cat(parts, dim=2).clone(memory_format=torch.contiguous_format)
-        copies = iter(joined.split([part.shape[2] for part in parts], dim=2))
-        down, up, gate = (None if part is None else next(copies) for part in (down, up, gate))
-        return _side(down, up, None if gate is None else gate.squeeze(2))
-    return DecodeSide(down, up, gate, *parts[0].stride()[:3])
+    if down is None or up is None:
+        if gate is None:
+            return DecodeSide(None, None, None, 0, 0, 0)
+        if gate.stride(2) != 1:
+            gate = gate.clone(memory_format=torch.contiguous_format)
+        return DecodeSide(None, None, gate, *gate.stride()[:2], 0)
+    item, token, term, head = strides = down.stride()
+    if head == 1 and up.stride() == strides and (gate is None or gate.stride() == (item, token, head)):
+        return DecodeSide(down, up, gate, item, token, term)
+    # `cat` may keep the order of dimensions of its inputs, so that heads would still not be contiguous.
+    joined = torch.cat([down, up, *(() if gate is None else (gate.unsqueeze(2),))], dim=2)
+    down, up, *gates = joined.clone(memory_format=torch.contiguous_format).split(down.shape[2], dim=2)
+    return _side(down, up, gates[0].squeeze(2) if gates else None)
 
 
 def _mask(mask: Tensor | None, first_keys: Tensor | None, batch: int, keys: int) -> DecodeMask:
