@@ -253,14 +253,12 @@ def _imported_modules(node: ast.AST, module: str) -> dict[str, list[ast.alias]]:
             raise ValueError(f"line {node.lineno} of {module} imports {whole[0]}; write `from MODULE import NAME`")
     if not isinstance(node, ast.ImportFrom):
         return {}
-    target = node.module or ""
-    if node.level:
-        target = resolve_name("." * node.level + target, module.rpartition(".")[0])
+    target = resolve_name("." * node.level + (node.module or ""), module.rpartition(".")[0])
     if not travels_with(target, module):
         return {}
     if target == PACKAGE and node.module:
         return _modules_behind_the_package(node)
-    if node.module is None or _is_package(target):
+    if _is_package(target):
         raise ValueError(f"line {node.lineno} of {module} imports from the package {target}; name the module in it")
     return {target: node.names}
 

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import dynattn
@@ -65,7 +72,9 @@ def test_copies_of_the_code_keep_their_operators(tmp_path: Path, monkeypatch: py
         torch.testing.assert_close(copy.relative_chunked(query, key, value, scaling=0.5, **masking)[0], expected)
 
 
-def test_auto_map_names_every_registered_head() -> None:
+def test_auto_map_names_every_registered_head_but_those_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries: Any = AutoModelForImageClassification._model_mapping
+    monkeypatch.setitem(entries._extra_content, dynattn.DCFormerConfig, LlamaForCausalLM)
     classes = registered_classes(dynattn.DCFormerConfig)
     assert next(iter(classes)) == "AutoConfig"
     assert classes["AutoModel"] is dynattn.DCFormerModel
@@ -146,13 +155,15 @@ def test_variants_import_the_package_and_their_own_by_name(monkeypatch: pytest.M
 
 
 def test_files_beside_each_other_are_one_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A configuration, a model and its layers in three files, without a package, as a first experiment has them."""
+    """A configuration and a model in two files beside a package of layers, as a first experiment has them."""
     base = "from dynattn import DCFormerConfig, DCFormerForCausalLM\n"
     config = 'class LooseConfig(DCFormerConfig):\n    model_type = "loose"\n'
     model = "class LooseForCausalLM(Loosely, DCFormerForCausalLM):\n    config_class = LooseConfig\n"
-    imports = "from loose_config import LooseConfig\nfrom loose_layers import Loosely\nimport safetensors\n"
+    imports = "from loose_config import LooseConfig\nfrom loose_parts.layers import Loosely\nimport safetensors\n"
     (tmp_path / "loose_config.py").write_text(base + config)
-    (tmp_path / "loose_layers.py").write_text("class Loosely:\n    pass\n")
+    (tmp_path / "loose_parts").mkdir()
+    (tmp_path / "loose_parts" / "__init__.py").touch()
+    (tmp_path / "loose_parts" / "layers.py").write_text("class Loosely:\n    pass\n")
     (tmp_path / "loose_model.py").write_text(base + imports + model)
     monkeypatch.syspath_prepend(tmp_path)
     found: Any = import_module("loose_model")
@@ -164,9 +175,9 @@ def test_files_beside_each_other_are_one_variant(tmp_path: Path, monkeypatch: py
     assert registered == {"AutoConfig": found.LooseConfig, "AutoModelForCausalLM": found.LooseForCausalLM}
     assert owner_of(found.LooseConfig) == "loose_model"
     files = flat_code(registered.values())
-    assert {"loose_config.py", "loose_layers.py", "loose_model.py", "modeling_dcformer.py"} <= files.keys()
+    assert {"loose_config.py", "loose_parts_layers.py", "loose_model.py", "modeling_dcformer.py"} <= files.keys()
     assert "safetensors.py" not in files
-    assert "from .loose_config import LooseConfig\nfrom .loose_layers import Loosely\n" in files["loose_model.py"]
+    assert "from .loose_config import LooseConfig\nfrom .loose_parts_layers import Loosely\n" in files["loose_model.py"]
 
 
 def test_installed_projects_do_not_travel_with_each_other() -> None:
