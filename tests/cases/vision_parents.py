@@ -33,7 +33,7 @@ VISION_PARENTS: dict[str, tuple[str, PreTrainedConfig]] = {
     ),
     "deit": ("ForImageClassification", DeiTConfig(**SHAPE, intermediate_size=48)),
     "deit-base": ("Model", DeiTConfig(**SHAPE, intermediate_size=48)),
-    "dinov2": ("ForImageClassification", Dinov2Config(**SHAPE, mlp_ratio=2, layerscale_value=0.5)),
+    "dinov2": ("ForImageClassification", Dinov2Config(**SHAPE, mlp_ratio=2, layerscale_value=0.5, drop_path_rate=0.1)),
     "dinov2-base": ("Model", Dinov2Config(**SHAPE)),
     "dinov2-swiglu": ("ForImageClassification", Dinov2Config(**SHAPE, use_swiglu_ffn=True, qkv_bias=False)),
     "dinov2-registers": ("ForImageClassification", Dinov2WithRegistersConfig(**SHAPE, num_register_tokens=3)),

@@ -34,6 +34,9 @@ def test_the_result_starts_as_its_parent_and_goes_back_bit_for_bit(
 
     convert_well("modernbert", tmp_path / "ours", tmp_path / "back", "--reverse")
     assert_same_weights(weights_of(tmp_path / "parent"), weights_of(tmp_path / "back"))
+    settings = {(tmp_path / folder / "config.json").read_text() for folder in ("parent", "back")}
+    # A share of rotation, which ModernBERT ignores, does not come back.
+    assert len(settings) == 1 or name == "modernbert-whole-heads"
     assert type(auto.from_pretrained(tmp_path / "back")) is type(parent)
 
 

@@ -109,7 +109,7 @@ PARENTS: dict[str, PreTrainedConfig] = {
     "mistral": llama(MistralConfig, sliding_window=9),
     "mistral-full": llama(MistralConfig, sliding_window=None, head_dim=24),
     "phi3": llama(Phi3Config, rope_parameters=PARTLY, sliding_window=9, tie_word_embeddings=True, **PHI3),
-    "phi3-long": llama(Phi3Config, rope_parameters=LONG | PARTLY, original_max_position_embeddings=32, **PHI3),
+    "phi3-long": llama(Phi3Config, rope_parameters=PARTLY | LONG, original_max_position_embeddings=32, **PHI3),
     "qwen2": llama(Qwen2Config, tie_word_embeddings=True),
     "qwen2-sliding": llama(Qwen2Config, head_dim=24, use_sliding_window=True, sliding_window=7, max_window_layers=1),
     "qwen3": llama(Qwen3Config, head_dim=24, tie_word_embeddings=True),
@@ -180,6 +180,7 @@ def test_the_result_starts_as_its_parent_and_goes_back_bit_for_bit(
     assert torch.equal(restored(ids).logits, expected)
     if name != "mistral-full":  # without a window it is a Llama
         assert type(restored) is type(parent)
+        assert restored.config.architectures == parent.config.architectures
 
 
 @pytest.mark.parametrize("options", [(), ("--static", "--rank", "1"), ("--only", "post"), ("--only", "pre")])

@@ -85,6 +85,7 @@ def test_a_result_that_differs_is_still_proved_and_the_effect_told(
 def test_options_arrive_in_the_configuration(parent: Path) -> None:
     ours = parent.with_name("ours")
     options = ("--rank", 2, "--groups", 2, "--only", "post", "--static", "--layer-types", "LG", "--sliding-window", 5)
+    options += ("--qk-norm", "--train-from-here")
     assert convert("pythia", parent, ours, "--no-verify", "--dtype", "float16", *options) == 0
     config = json.loads((ours / "config.json").read_text())
     assert (config["compose_rank"], config["compose_groups"]) == (2, 2)
@@ -93,6 +94,8 @@ def test_options_arrive_in_the_configuration(parent: Path) -> None:
     assert config["layer_types"] == ["sliding_attention", "full_attention"]
     weights = load_file(ours / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float16}
+    norms = [tensor for name, tensor in weights.items() if name.endswith(("q_norm.weight", "k_norm.weight"))]
+    assert len(norms) == 4 and all(tensor.eq(1).all() for tensor in norms)
 
 
 def test_the_seed_decides_the_new_weights_and_no_layers_are_alike(parent: Path) -> None:

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from cases.checkpoints import assert_same_weights, convert, convert_well, edit_config, refusal, weights_of
+from cases.checkpoints import (
+    assert_same_checkpoint,
+    assert_same_weights,
+    convert,
+    convert_well,
+    edit_config,
+    refusal,
+    weights_of,
+)
 from cases.seq2seq import PARENTS, SHORT, random_tokens, whole
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForSeq2SeqLM, BartModel, PreTrainedModel, T5Config
@@ -38,7 +46,7 @@ def test_the_result_starts_as_its_parent_and_goes_back_bit_for_bit(
     assert torch.equal(*texts)
 
     convert_well("bart", tmp_path / "ours", tmp_path / "back", "--reverse")
-    assert_same_weights(weights_of(tmp_path / "parent"), weights_of(tmp_path / "back"))
+    assert_same_checkpoint(tmp_path / "parent", tmp_path / "back")
     restored = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "back").eval()
     assert type(restored) is type(parent)
     assert torch.equal(whole(restored, source, target), expected)

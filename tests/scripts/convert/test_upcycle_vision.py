@@ -51,6 +51,7 @@ def test_the_result_starts_as_its_parent_and_goes_back_bit_for_bit(
         if key.startswith("pooler.") or key.endswith("mask_token"):
             value.zero_()
     assert_same_weights(written, weights_of(tmp_path / "back"))
+    assert (tmp_path / "back/config.json").read_text() == (tmp_path / "parent/config.json").read_text()
     restored = auto_class(name).from_pretrained(tmp_path / "back").eval()
     assert type(restored) is type(parent)
     pixels = torch.randn(1, ours.config.num_channels, 24, 24)
