@@ -132,6 +132,14 @@ def test_no_place_is_right_more_often_than_another():
             assert set(Counter(item.label for item in items).values()) == {ITEMS_OF_A_FORM // 3}
 
 
+def test_items_stay_the_same_so_that_scores_of_different_days_compare():
+    text = "There are Tuesday, Saturday, Saturday. Which is different? The day just after"
+    assert generate(73)[0] == Item(73, text, ("Friday", "Monday"), 1)
+    text = "< Felix arrived on Wednesday. Boris arrived on Sunday. Boris arrived on Monday. >. "
+    text += "Boris did not arrive the day just before"
+    assert generate(48)[0] == Item(48, text, ("Thursday", "Monday", "Tuesday"), 0)
+
+
 def test_the_suite_has_all_families_and_tells_chance():
     loaded, missing = TaskCatalog(SUITES["dcformer"]).load()
     tasks = loaded["tasks"].values()
