@@ -20,7 +20,7 @@ from dynattn.scripts.compare.study_folder import claim, draw
 from dynattn.scripts.compare.table import table
 from dynattn.scripts.reproduce.upcycling import runs as upcycling_runs
 from dynattn.scripts.reproduce.upcycling.arguments import UpcyclingArguments
-from dynattn.scripts.reproduce.upcycling.changed_parents import check_same_logits, widen_mlps
+from dynattn.scripts.reproduce.upcycling.changed_parents import check_same_logits, compose_in_place, widen_mlps
 from dynattn.scripts.reproduce.upcycling.job import command_of
 
 TINY = {
@@ -133,6 +133,15 @@ def test_parents_of_another_width_have_mlps_of_the_same_ratio(parent: Any, width
     run, *_ = upcycling_runs.Runs(tmp_path, arguments).planned([], [0], [])
     assert (run.model_config["hidden_size"], run.model_config["intermediate_size"]) == (256, width)
     assert "--hidden_size 256 --seeds" in command_of(arguments)
+
+
+def test_the_record_tells_which_share_of_the_updates_warms_up_or_has_frozen_weights(tmp_path: Path):
+    runs = upcycling_runs.Runs(tmp_path, UpcyclingArguments(steps=240, parent_steps=480))
+    shares = runs.settings()
+    assert (shares["parent_steps"], shares["steps"]) == (480, 240)
+    for run in runs.planned(["frozen_first"], [0], [1e-3]):
+        assert run.warmup_steps == shares["warmup_share"] * run.max_steps
+    assert run.freeze_parent_steps == shares["frozen_share"] * run.max_steps == 30
 
 
 def test_only_the_arms_that_are_named_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -280,6 +289,7 @@ def test_a_trained_parent_is_the_start_of_all_seeds(tiny: list[str], trained_lla
     assert tiny == [f"seed-{seed}/{arm}-0.01" for seed in (0, 1) for arm in ("plain", "wide", "composed")]
     record = json.loads((tmp_path / "study" / "record.json").read_text())
     assert (record["settings"]["parent"], record["parents"]) == ("llama", [])
+    assert record["settings"].keys() >= {"steps", "warmup_share", "frozen_share", "sha256", "common"}
     assert record["command"].startswith("dynattn reproduce upcycling --parent llama --seeds 0 1")
     arms = {name: arm["runs"][0] for name, arm in record["arms"].items()}
     assert {run["tokens"] for run in arms.values()} == {3 * 2 * 32}
@@ -290,6 +300,18 @@ def test_a_trained_parent_is_the_start_of_all_seeds(tiny: list[str], trained_lla
     assert all(weight.equal(start[name]) for name, weight in parent.items())
     save_file({name: 2 * weight for name, weight in parent.items()}, trained_llama / "model.safetensors")
     assert cli.main(command) == 2, "the study would mix runs of two parents"
+
+
+def test_a_parent_is_composed_in_place_with_groups_a_seed_and_its_tokenizer(trained_llama: Path, tmp_path: Path):
+    made = {}
+    for name, groups, seed in (("first", 2, 0), ("again", 2, 0), ("other seed", 2, 1), ("one group", 1, 0)):
+        compose_in_place(trained_llama, tmp_path / name, groups, seed)
+        weights = load_file(tmp_path / name / "model.safetensors")
+        made[name] = weights["model.layers.0.self_attn.composition.factor_weight"]
+        assert weights["model.layers.0.self_attn.composition.gate_weight"].shape[1] == groups
+    assert made["first"].equal(made["again"]) and not made["first"].equal(made["other seed"])
+    tokenizers = {(folder / "tokenizer.json").read_bytes() for folder in (trained_llama, tmp_path / "first")}
+    assert len(tokenizers) == 1
 
 
 def test_a_parent_that_would_begin_with_other_logits_is_refused(trained_llama: Path):
