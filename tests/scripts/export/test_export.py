@@ -211,9 +211,17 @@ def test_exact_logits_of_experts_are_those_of_the_model() -> None:
     assert exact.dtype == torch.float64
 
 
+def test_padding_has_no_position() -> None:
+    mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
+    for tokens, positions in ((3, [[0, 1, 2], [0, 0, 1]]), (1, [[2], [1]])):
+        inputs = graph_inputs(torch.zeros(2, tokens, dtype=torch.long), mask, DynamicCache())
+        assert inputs["position_ids"].tolist() == positions
+
+
 def test_prompts_reach_beyond_the_window_and_fit_the_positions() -> None:
     config = make_model().config
     assert [make_prompt(config, tokens, 0)[0].shape[1] for tokens in (4, 500)] == [32, 12]
+    assert make_prompt(config, 4, 0)[1].sum(dim=1).tolist() == [32, 24]  # the last one is padded
     config.sliding_window = 100
     assert make_prompt(config, 4, 0)[0].shape[1] == 108
     with pytest.raises(UserError, match=r"512 positions.*give --tokens 510 or fewer"):

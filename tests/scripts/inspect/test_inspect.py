@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from dynattn.scripts.common.atomic_folder import MACHINE
 from dynattn.scripts.common.composition_observation import visible_pairs
 from dynattn.scripts.inspect import job
 from dynattn.scripts.inspect.arguments import InspectArguments
+from dynattn.scripts.inspect.figures import draw_maps
 from dynattn.scripts.inspect.measures import ablate, head_flow, leave_out, loss_of, measure_layer, observe
 
 IDS = torch.randint(0, 97, (1, 20), generator=torch.Generator().manual_seed(7))
@@ -133,6 +135,17 @@ def test_the_flow_between_heads_adds_up_to_the_composed_maps_where_nothing_cance
     assert (flow.sum(0) >= composed - 1e-6).all()
 
 
+@pytest.mark.parametrize("stage", ["pre", "post"])
+def test_maps_of_a_head_are_drawn_in_one_scale_and_hidden_pairs_white(stage: str) -> None:
+    [layer, *_], _ = observe(make_model(), IDS)
+    images = [axes.images[0] for axes in draw_maps(layer, stage).axes]
+    for before, after in zip(images[:6], images[6:], strict=True):
+        drawn = torch.stack([torch.as_tensor(image.get_array()) for image in (before, after)])
+        assert not drawn[:, ~layer.visible].any()
+        largest = drawn.abs().max().item()
+        assert before.get_clim() == after.get_clim() == pytest.approx((-largest, largest))
+
+
 def test_pairs_that_a_head_sees_count_even_where_its_probability_underflows() -> None:
     """The steepest slope of ALiBi makes far pairs of a long text 0, which other heads see well."""
     model = make_model(position_scheme="alibi", num_attention_heads=8, num_key_value_heads=8)
@@ -167,7 +180,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_one_page_holds_everything(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "Heads are composed before and after the softmax, <b>each pair</b> by a matrix of its own."
+    began = time.perf_counter()
     assert main(["inspect", str(checkpoint), "--output", str(tmp_path / "seen"), "--text", text]) == 0
+    seconds = time.perf_counter() - began
     assert capsys.readouterr().out == f"wrote {tmp_path / 'seen' / 'page.html'}\n"
     page = (tmp_path / "seen" / "page.html").read_text()
     links = Page(page).links
@@ -175,8 +190,11 @@ def test_one_page_holds_everything(checkpoint: Path, tmp_path: Path, capsys: pyt
     assert all(link.startswith("data:image/png;base64,") for link in links)
     assert len(page) < 5_000_000
     record = json.loads((tmp_path / "seen" / "measures.json").read_text())
-    assert len(record["layers"]) == 3
+    assert len(record["layers"]) == 3 and 0 < record["seconds"] < seconds
     assert f"{record['loss']:.4f}" in page
+    measured = [layer[stage] for layer in record["layers"] for stage in ("pre", "post")]
+    numbers = {f"{stage[name]:.3f}" for stage in measured for name in ("distance", "effective_rank")}
+    assert numbers <= set(Page(page).texts)
     pictures = {path.name for path in (tmp_path / "seen").glob("*.png")}
     assert pictures == {
         f"{stage}-{name}.png" for stage in ("pre", "post") for name in ("terms", "similarity", "flow", "maps")
@@ -230,6 +248,9 @@ def test_only_what_inspect_wrote_is_overwritten(
         assert "holds the current folder" in capsys.readouterr().err
     seen = tmp_path / "seen"
     seen.mkdir()
+    (seen / "page.html").write_text("somebody else's")
+    assert main(["inspect", "nowhere", "--output", str(seen), "--overwrite"]) == 2
+    assert "holds no inspection, so it is not overwritten" in capsys.readouterr().err
     for name in ("measures.json", "page.html", "notes.md"):
         (seen / name).write_text("{}")
     assert main(["inspect", "nowhere", "--output", str(seen), "--overwrite"]) == 2

@@ -100,8 +100,9 @@ def test_curves_of_many_runs_differ_and_lie_above_their_names(monkeypatch: pytes
     for count in (2, 9):
         lines = [{"step": n, "split": split, "loss": 1.0} for n in range(40) for split in ("train", "validation")]
         runs = [ReportedRun(str(number), lines, {}, {}) for number in range(count)]
-        charts.draw_curves(runs, ("train", "validation"), "loss", "Loss")
+        charts.draw_curves(runs, ("train", "validation"), "loss", "Loss", log=count > 2)
     few, many = drawn
+    assert [figure.axes[0].get_yscale() for figure in drawn] == ["linear", "log"]
     looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in many.axes[0].lines}
     assert len(looks) == 18
     assert few.axes[0].get_legend() is not None and not few.legends
