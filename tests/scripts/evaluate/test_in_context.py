@@ -133,11 +133,11 @@ def test_no_place_is_right_more_often_than_another():
 
 
 def test_items_stay_the_same_so_that_scores_of_different_days_compare():
-    text = "There are Tuesday, Saturday, Saturday. Which is different? The day just after"
-    assert generate(73)[0] == Item(73, text, ("Friday", "Monday"), 1)
-    text = "< Felix arrived on Wednesday. Boris arrived on Sunday. Boris arrived on Monday. >. "
-    text += "Boris did not arrive the day just before"
-    assert generate(48)[0] == Item(48, text, ("Thursday", "Monday", "Tuesday"), 0)
+    text = "There are 2003, 2003, 1994. Which is different? The year just after"
+    assert Item(73, text, ("2002", "1993"), 1) in generate(73)
+    text = "< Owen arrived in 1997. Hugo arrived in 1995. Owen arrived in 2001. >. "
+    text += "Owen did not appear the year just before"
+    assert Item(48, text, ("1998", "1996", "2002"), 1) in generate(48)
 
 
 def test_the_suite_has_all_families_and_tells_chance():

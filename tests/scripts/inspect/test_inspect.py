@@ -84,6 +84,17 @@ def test_leaving_out_a_stage_is_the_model_without_it(stage: str, field: str) -> 
     assert loss_of(model, IDS, change=leave_out(stage, "all")) == pytest.approx(loss_of(other, IDS), rel=1e-5)
 
 
+@pytest.mark.parametrize("component", range(4))
+@torch.no_grad()
+def test_leaving_out_a_gate_is_the_model_whose_weights_of_it_are_zero(component: int) -> None:
+    model, (stage, side) = make_model(), divmod(component, 2)
+    without = loss_of(model, IDS, change=leave_out(("pre", "post")[stage], f"{SIDES[side]}_gate"))
+    for name, weight in model.named_parameters():
+        if name.endswith("gate_weight"):
+            weight[:, :, component] = 0
+    assert without == pytest.approx(loss_of(model, IDS), rel=1e-5)
+
+
 def test_every_term_of_every_stage_is_left_out_once() -> None:
     model = make_model()
     layers, loss = observe(model, IDS)

@@ -18,6 +18,7 @@ from dynattn.scripts.compare.figures import PLOT, draw_arms
 from dynattn.scripts.compare.record import compare
 from dynattn.scripts.compare.study_folder import claim, draw
 from dynattn.scripts.compare.table import table
+from dynattn.scripts.reproduce.upcycling import changed_parents
 from dynattn.scripts.reproduce.upcycling import runs as upcycling_runs
 from dynattn.scripts.reproduce.upcycling.arguments import UpcyclingArguments
 from dynattn.scripts.reproduce.upcycling.changed_parents import check_same_logits, compose_in_place, widen_mlps
@@ -302,7 +303,9 @@ def test_a_trained_parent_is_the_start_of_all_seeds(tiny: list[str], trained_lla
     assert cli.main(command) == 2, "the study would mix runs of two parents"
 
 
-def test_a_parent_is_composed_in_place_with_groups_a_seed_and_its_tokenizer(trained_llama: Path, tmp_path: Path):
+def test_a_parent_is_composed_in_place_with_groups_a_seed_and_its_tokenizer(
+    trained_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     made = {}
     for name, groups, seed in (("first", 2, 0), ("again", 2, 0), ("other seed", 2, 1), ("one group", 1, 0)):
         compose_in_place(trained_llama, tmp_path / name, groups, seed)
@@ -312,6 +315,10 @@ def test_a_parent_is_composed_in_place_with_groups_a_seed_and_its_tokenizer(trai
     assert made["first"].equal(made["again"]) and not made["first"].equal(made["other seed"])
     tokenizers = {(folder / "tokenizer.json").read_bytes() for folder in (trained_llama, tmp_path / "first")}
     assert len(tokenizers) == 1
+    monkeypatch.setattr(changed_parents, "TOLERANCE", -1.0)
+    with pytest.raises(UserError, match="so what they learn does not compare"):
+        compose_in_place(trained_llama, tmp_path / "refused", groups=1, seed=0)
+    assert not (tmp_path / "refused").exists()
 
 
 def test_a_parent_that_would_begin_with_other_logits_is_refused(trained_llama: Path):

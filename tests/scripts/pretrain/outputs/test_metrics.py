@@ -49,11 +49,14 @@ def test_trackio_keeps_the_run_in_a_file(corpus: Path, tmp_path: Path, monkeypat
     assert any("train/loss" in str(row) for row in rows)
 
 
-def test_the_terminal_shows_what_was_measured_but_no_hundreds_of_fields(
+def test_trackers_get_what_was_measured_and_the_terminal_no_hundreds_of_fields(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ignored = dict.fromkeys(("init_trackers", "log"), lambda *_, **__: None)
-    log = MetricsLog(tmp_path / "metrics.jsonl", SimpleNamespace(is_main_process=True, **ignored), step=0)
+    tracked: dict[str, Any] = {}
+    accelerator: Any = SimpleNamespace(is_main_process=True, init_trackers=lambda *_, **__: None)
+    accelerator.log = lambda values, step: tracked.update(values, step=step)
+    log = MetricsLog(tmp_path / "metrics.jsonl", accelerator, step=0)
     log.write({"step": 20, "split": "validation", "loss": 6.4, "bits_per_byte": None, "targets": 1502})
     log.write({"step": 20, "split": "composition", "00.pre.static": 0.5})
     assert capsys.readouterr().out == "step 20 · validation · loss 6.4 · targets 1502\n"
+    assert (tracked["step"], tracked["validation/loss"], tracked["composition/00.pre.static"]) == (20, 6.4, 0.5)
