@@ -4,7 +4,7 @@ Keys are split over programs, each of which has all heads of its keys. Launches 
 may be captured in a CUDA graph. `DESIGN.md`, "Decoding", has the reasons.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,13 +112,13 @@ def decode(
         offset = torch.full((), offset, device=query.device)
     elif offset is not None:
         offset = offset.to(query.device)
-    factors = [list_tensors(stage) for stage in (pre, post)]
     groups = [1 if stage is None else stage.groups for stage in (pre, post)]
     if first_keys is not None:
         first_keys = first_keys.to(query.device)
     by_distance = tables.bias, tables.gain, offset
-    settings = scaling, sliding_window, *groups, tables.compose_bias
+    settings: Any = (scaling, sliding_window, *groups, tables.compose_bias)
     run = _decode_op if are_operators_observed() or type(query) is not Tensor else _decode
+    factors = list_tensors(pre), list_tensors(post)
     return run(query, key, value, *factors, mask, first_keys, *by_distance, *settings)
 
 
@@ -278,7 +278,7 @@ def _side(down: Tensor | None, up: Tensor | None, gate: Tensor | None) -> Decode
             return DecodeSide(None, None, None, 0, 0, 0)
         if gate.stride(2) != 1:
             gate = gate.clone(memory_format=torch.contiguous_format)
-        return DecodeSide(None, None, gate, *gate.stride()[:2], 0)
+        return DecodeSide(None, None, gate, gate.stride(0), gate.stride(1), 0)
     item, token, term, head = strides = down.stride()
     if head == 1 and up.stride() == strides and (gate is None or gate.stride() == (item, token, head)):
         return DecodeSide(down, up, gate, item, token, term)
