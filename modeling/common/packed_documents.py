@@ -16,7 +16,7 @@ def starts_by_positions(position_ids: Tensor) -> Tensor:
     is larger by more than one still belongs to the same document.
     """
     indices = torch.arange(position_ids.shape[1], device=position_ids.device)
-    continues = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) > 0
+    continues = position_ids.diff(dim=1, prepend=position_ids[:, :1]) > 0
     return torch.where(continues, 0, indices).cummax(dim=1).values
 
 

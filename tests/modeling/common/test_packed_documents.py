@@ -33,9 +33,10 @@ def test_borders_of_several_rows_are_refused() -> None:
         starts_by_borders(torch.tensor([0, 2, 5]), torch.zeros(2, 5, 8))
 
 
-def test_borders_that_fall_are_refused() -> None:
+@pytest.mark.parametrize("borders", [[0, 4, 2, 5], [0, 4], [0, 6]], ids=str)
+def test_borders_that_do_not_rise_from_the_first_token_to_the_last_are_refused(borders: list[int]) -> None:
     with pytest.raises(ValueError, match="must rise from 0 to the length of a single packed row"):
-        starts_by_borders(torch.tensor([0, 4, 2, 5]), torch.zeros(1, 5, 8))
+        starts_by_borders(torch.tensor(borders), torch.zeros(1, 5, 8))
 
 
 def test_a_single_border_is_refused_and_the_message_says_how_a_trainer_keeps_all() -> None:

@@ -404,6 +404,9 @@ def test_carope_does_not_count_padding_or_hidden_tokens() -> None:
 
 @torch.no_grad()
 def test_a_cache_keeps_phases_of_half_precision() -> None:
+    # The first pair turns by 1 for each token, and bfloat16 cannot count beyond 256.
+    counted = ContentRotary(6, 2, 6, 1e4).bfloat16()(torch.randn(2, 300, 6).bfloat16())[..., 0]
+    assert torch.equal(counted, torch.arange(1.0, 301).expand(2, 2, -1))
     key, phases = torch.randn(2, 2, 5, 6).bfloat16(), torch.rand(2, 2, 5, 3) * 3000
     cache = DynamicCache()
     cache.update(pack_phases(key, phases), key, 0)
@@ -419,13 +422,12 @@ def test_truncated_and_power_frequencies_follow_their_formulas() -> None:
     fields = {**OURS, "head_dim": 16}
     config = DCFormerConfig(**fields, rope_parameters={"rope_type": "power", "power_factor": 0.5})
     torch.testing.assert_close(RotaryEmbedding(config).inv_freq, default * (1 - torch.arange(8) / 8) ** 0.5)
-    config = DCFormerConfig(
-        **{**OURS, "head_dim": 16}, rope_parameters={"rope_type": "truncated", "truncate_length": 64}
-    )
-    once = 2 * torch.pi / 64
-    expected = [f if f >= once else once / 16 if f >= once / 8 else 0.0 for f in default.tolist()]
-    torch.testing.assert_close(RotaryEmbedding(config).inv_freq, torch.tensor(expected))
-    assert expected[0] == 1 and once / 16 in expected and 0.0 in expected
+    for length in (78, 80):  # the frequency 0.01 is just below an eighth of one turn in them, or just above
+        config = DCFormerConfig(**fields, rope_parameters={"rope_type": "truncated", "truncate_length": length})
+        once = 2 * torch.pi / length
+        expected = [f if f >= once else once / 16 if f >= once / 8 else 0.0 for f in default.tolist()]
+        torch.testing.assert_close(RotaryEmbedding(config).inv_freq, torch.tensor(expected))
+        assert expected[0] == 1 and once / 16 in expected and (expected[4] == 0) == (length == 78)
 
 
 @pytest.mark.parametrize(
@@ -557,6 +559,16 @@ def test_a_cache_that_was_allocated_for_keys_alone_takes_phases_too() -> None:
     torch.testing.assert_close(logits, model(ids).logits, atol=1e-11, rtol=0)
 
 
+@torch.no_grad()
+def test_a_cache_that_was_emptied_and_is_not_full_goes_on_from_its_last_phases() -> None:
+    model, ids = make("carope"), torch.randint(1, 61, (2, 30))
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=34)):
+        model(ids[:, -3:], past_key_values=cache)
+        cache.crop(-3)
+        logits = torch.cat([model(chunk, past_key_values=cache).logits for chunk in ids.split(5, dim=1)], dim=1)
+        torch.testing.assert_close(logits, model(ids).logits, atol=1e-11, rtol=0)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_checkpoints_keep_the_scheme_and_checkpointing_its_gradients(variant: str, tmp_path: Any) -> None:
     model, ids = make(variant), torch.randint(1, 61, (2, 30))
@@ -608,6 +620,10 @@ def test_a_gain_starts_as_one_and_tables_are_not_decayed() -> None:
     assert torch.equal(model.position_gain.weight, torch.ones(40, 6)) and model.position_bias.weight.std() > 0.05
     short = DCFormerForCausalLM(DCFormerConfig(**SMALL, position_gain="distance", position_gain_length=7)).model
     assert short.position_gain.weight.shape == (7, 6)
+    buckets = {"t5_num_buckets": 8, "t5_max_distance": 20}
+    gain = DCFormerForCausalLM(DCFormerConfig(**SMALL, position_gain="bucket", **buckets)).model.position_gain
+    nn.init.normal_(gain.weight)
+    assert torch.equal(gain(40), gain.weight[t5_buckets(40, 8, 20, CPU)])
     assert model.bfloat16().position_bias(5).dtype == torch.float32
     assert isinstance(model.position_bias, nn.Embedding)  # whose weights optimizers leave undecayed
 
@@ -776,6 +792,8 @@ def test_paged_caches_are_refused_where_phases_or_the_longest_request_matter() -
     nested = {"full_attention": dict(ROPES[5]), "sliding_attention": {"rope_theta": 1e4}}
     with pytest.raises(ValueError, match="rope_type 'longrope' rotates all tokens of a batch"):
         check_positions(DCFormerConfig(**SMALL, rope_parameters=nested))
+    unread = {"full_attention": "none", "sliding_attention": "rope"}
+    check_positions(DCFormerConfig(**SMALL, rope_parameters=nested, position_scheme=unread))
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
