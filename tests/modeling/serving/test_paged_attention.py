@@ -12,7 +12,7 @@ from torch import Tensor
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.modeling.layers.head_composition import DynamicComposition
 from dynattn.modeling.ops.dcmha.attention import COMPOSING_IMPLEMENTATIONS
-from dynattn.modeling.ops.distance_tables import NO_TABLES
+from dynattn.modeling.ops.distance_tables import NO_TABLES, DistanceTables
 from dynattn.modeling.serving import paged_attention
 from dynattn.modeling.serving.paged_attention import LayerRows, PagedAttention, RequestRows, Span
 from dynattn.modeling.serving.served_layers import served_layers
@@ -22,7 +22,12 @@ LENGTHS = (12, 1, 7)
 
 
 def prepare(
-    implementation: str, spans: list[Span], table: Tensor, new_rows: Tensor, dtype: torch.dtype = torch.float32
+    implementation: str,
+    spans: list[Span],
+    table: Tensor,
+    new_rows: Tensor,
+    dtype: torch.dtype = torch.float32,
+    tables: DistanceTables = NO_TABLES,
 ) -> Callable[[], Tensor]:
     """Attention of the new tokens of some requests to 30 random rows, into which each call writes the new ones."""
     tokens = spans[-1].tokens.stop
@@ -44,28 +49,35 @@ def prepare(
     rows = LayerRows(*pools, write, RequestRows(spans, table, new_rows))
     paged = PagedAttention(layout, lambda layer: rows)
     attend = COMPOSING_IMPLEMENTATIONS[implementation]
-    options: dict[str, Any] = {"scaling": 0.3, "sliding_window": None, "attend": attend, "tables": NO_TABLES}
+    options: dict[str, Any] = {"scaling": 0.3, "sliding_window": None, "attend": attend, "tables": tables}
     return torch.no_grad()(lambda: paged.attend(0, *states, *stages, **options))
 
 
-def attend_to_steps(implementation: str, dtype: torch.dtype = torch.float32) -> Tensor:
+def attend_to_steps(
+    implementation: str, dtype: torch.dtype = torch.float32, tables: DistanceTables = NO_TABLES
+) -> Tensor:
     """The output `[1, 3, H, D]` of one new token of each of three requests, whose rows are everywhere."""
     torch.manual_seed(3)
     ends = torch.tensor(LENGTHS).cumsum(0).tolist()
     table = torch.randperm(30)[: ends[-1]]
     bounds = zip(ends, LENGTHS, strict=True)
     spans = [Span(slice(n, n + 1), slice(end - length, end)) for n, (end, length) in enumerate(bounds)]
-    return prepare(implementation, spans, table, table[torch.tensor(ends) - 1], dtype)()
+    return prepare(implementation, spans, table, table[torch.tensor(ends) - 1], dtype, tables)()
 
 
+@pytest.mark.parametrize(
+    "tables", [NO_TABLES, DistanceTables(-torch.arange(12.0)[:, None].expand(12, 6))], ids=["plain", "biased"]
+)
 @pytest.mark.parametrize("implementation", ["chunked", pytest.param("triton", marks=interpreted)])
 def test_steps_that_read_rows_in_place_are_as_exact_as_those_that_gather_them(
-    implementation: str, monkeypatch: pytest.MonkeyPatch
+    implementation: str, tables: DistanceTables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = attend_to_steps("eager", torch.float64)
-    noise = (attend_to_steps("eager") - expected).abs().max()
+    expected = attend_to_steps("eager", torch.float64, tables)
+    noise = (attend_to_steps("eager", tables=tables) - expected).abs().max()
     monkeypatch.setattr(paged_attention.RequestRows, "step_index", property(lambda self: pytest.fail("gathered")))
-    assert (attend_to_steps(implementation) - expected).abs().max() <= 4 * noise + 1e-6 * expected.abs().max()
+    assert (
+        attend_to_steps(implementation, tables=tables) - expected
+    ).abs().max() <= 4 * noise + 1e-6 * expected.abs().max()
 
 
 @pytest.mark.parametrize("new", [1, 4])

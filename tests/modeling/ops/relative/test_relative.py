@@ -141,6 +141,9 @@ def test_a_query_from_which_a_bias_hides_all_keys_gets_zeros(implementation: str
     assert not output[:, 0].any()
     torch.testing.assert_close(output[:, 1], given["value"][:, :, 0])  # type: ignore[index]
     assert all(grad.isfinite().all() for grad in grads.values())
+    given["position_bias"][:] = -torch.inf  # type: ignore[index]
+    output, grads = run(given, implementation)
+    assert not output.any() and all(grad.isfinite().all() for grad in grads.values())
 
 
 def test_a_gradient_that_an_additive_mask_would_not_get_is_refused() -> None:
