@@ -300,6 +300,12 @@ def test_initial_convolutions_are_near_the_identity_and_not_at_it() -> None:
     assert conv.bias.abs().max() == 0
 
 
+def test_initial_tables_are_as_small_as_the_configuration_says() -> None:
+    attention = make(initializer_range=0.02).model.layers[0].self_attn
+    for table in (attention.position_embeddings, attention.position_bias, attention.content_bias):
+        assert 0.01 < table.std() < 0.03
+
+
 def continue_with(batch: int, **fields: Any) -> None:
     model = make(**fields)
     memory = model(IDS, use_cache=True).past_key_values

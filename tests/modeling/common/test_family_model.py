@@ -1,4 +1,4 @@
-"""What the models of all families share: an `initializer_range` that is taken as it is, and a change of attention."""
+"""What the models of all families share: fields that are taken as they are, and a change of attention."""
 
 import pytest
 from torch import nn
@@ -24,3 +24,12 @@ def test_a_class_without_source_changes_its_attention(family: str) -> None:
     model = type("Variant", (base,), {"__module__": "notebook"})(base.config_class.from_size("tiny"))
     model.set_attn_implementation("eager")
     assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "DCFormer"])  # which has other norms
+def test_norms_of_tokens_add_the_epsilon_of_the_configuration(family: str) -> None:
+    field = "norm_eps" if family == "DCModernBert" else "layer_norm_eps"
+    config = getattr(dynattn, f"{family}Config").from_size("tiny", **{field: 0.125})
+    norms = [each for each in getattr(dynattn, f"{family}Model")(config).modules() if isinstance(each, nn.LayerNorm)]
+    of_tokens = [norm for norm in norms if norm.normalized_shape == (config.hidden_size,)]
+    assert {norm.eps for norm in of_tokens} == {0.125}
