@@ -166,6 +166,18 @@ def test_even_kernels_are_fine_where_nothing_is_centred() -> None:
     assert RCMHASeq2SeqConfig(conv_kernel_size=4, encoder_conv_is_causal=True).later_conv_tokens == 0
 
 
+@pytest.mark.parametrize("attention_type", ["rcmha", "mha"])
+@pytest.mark.parametrize("qk_bias", [True, False])
+def test_given_sizes_and_biases_take_the_place_of_those_that_follow_from_others(
+    attention_type: str, qk_bias: bool
+) -> None:
+    model = make_model(attention_type, head_dim=10, decoder_layers=1, qk_bias=qk_bias).model
+    attention = model.encoder.layers[0].self_attn
+    assert attention.q_proj.out_features == 10 * model.config.num_attention_heads
+    assert (attention.q_proj.bias is not None) == qk_bias
+    assert len(model.decoder.layers) == 1 < len(model.encoder.layers)
+
+
 @pytest.mark.parametrize("kind", ["rcmha", "rmha", "mdha", "mha"])
 def test_queries_and_keys_of_cross_attention_always_have_biases(kind: str) -> None:
     """It has no position tables, whose biases take the place of those."""
