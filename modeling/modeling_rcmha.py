@@ -9,8 +9,9 @@ from transformers.cache_utils import Cache
 
 from ..configuration.configuration_rcmha import RCMHAConfig
 from .caches.key_places import key_count
+from .caches.memory_cache import upgrade_to_memory_cache
 from .caches.names import takes_either_name
-from .caches.segment_memory import SegmentMemoryLayer, upgrade_to_memory_cache
+from .caches.segment_memory import SegmentMemoryLayer
 from .common.activation_checkpointing import drops_caches
 from .common.decoder import DecoderBody
 from .common.decoder_heads import (

@@ -8,8 +8,8 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.output_capturing import OutputRecorder
 
 from ..configuration.configuration_rcmha_seq2seq import RCMHASeq2SeqConfig
+from .caches.memory_cache import upgrade_to_memory_cache
 from .caches.names import takes_either_name
-from .caches.segment_memory import upgrade_to_memory_cache
 from .common.input_checks import check_special_tokens
 from .common.relative_model import RelativeLayer, RelativePreTrainedModel
 from .common.seq2seq import Seq2SeqBody, Seq2SeqLMHead, SourceEncoderBody

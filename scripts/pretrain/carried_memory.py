@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from dynattn.modeling.caches.memory_cache import upgrade_to_memory_cache
 from dynattn.modeling.caches.names import cache_in, named_cache
-from dynattn.modeling.caches.segment_memory import upgrade_to_memory_cache
 
 
 class CarriedMemory:

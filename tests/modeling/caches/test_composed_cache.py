@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dynattn import DCFormerForCausalLM, RCMHAConfig, RCMHAForCausalLM
 from dynattn.modeling.caches.composed_cache import COMPOSED_LAYERS, ComposedLayerMixin, upgrade_to_composed_cache
-from dynattn.modeling.caches.segment_memory import STREAMING_LAYERS
+from dynattn.modeling.caches.streaming_memory import STREAMING_LAYERS
 
 
 def random_ids(batch: int, length: int) -> Tensor:
