@@ -14,10 +14,10 @@ import torch
 from packaging.requirements import Requirement
 
 from dynattn import __version__
+from dynattn.modeling.ops.c_compiler import find_compiler, lanes
 from dynattn.modeling.ops.dcmha.attention import dcmha_attention, resolve_implementation
 from dynattn.modeling.ops.dcmha.chunked.composers.choice import compile_mode
 from dynattn.modeling.ops.dcmha.composition import Composition
-from dynattn.modeling.ops.native_library import find_compiler, lanes
 
 from ..common.environment import hardware
 from ..common.errors import first_line

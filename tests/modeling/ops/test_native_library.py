@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from dynattn import Composition, dcmha_attention
-from dynattn.modeling.ops import native_library
+from dynattn.modeling.ops import c_compiler, code_cache, native_library
 
 pytestmark = [
-    pytest.mark.skipif(native_library.find_compiler() is None, reason="there is no C compiler"),
+    pytest.mark.skipif(c_compiler.find_compiler() is None, reason="there is no C compiler"),
     pytest.mark.usefixtures("libraries"),
 ]
 SOURCE = "int answer(void) { return ANSWER; }"
@@ -55,7 +55,7 @@ def libraries_in(folder: Path) -> list[Path]:
 
 def replace_by_hostile_code(library: Path) -> None:
     """The same file name, owner and mode, and other code."""
-    command = [*(native_library.find_compiler() or ()), "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    command = [*(c_compiler.find_compiler() or ()), "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
     library.unlink()
     subprocess.run(command, input=HOSTILE, text=True, check=True)
     library.chmod(0o700)
@@ -151,12 +151,12 @@ def test_folders_and_links_of_somebody_else_are_gone_around(cache: Path, monkeyp
     temporary = Path(tempfile.gettempdir())
     owner = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)  # no folder here is that user's
-    assert native_library._cache_folder().parent == temporary
-    assert native_library._cache_folder().name != f"dynattn-{os.geteuid()}"
+    assert code_cache.code_folder().parent == temporary
+    assert code_cache.code_folder().name != f"dynattn-{os.geteuid()}"
     monkeypatch.undo()
     link = temporary / "link"
     link.symlink_to(cache)
-    assert not native_library._is_private(link)
+    assert not code_cache._is_private(link)
 
 
 def test_what_was_compiled_serves_without_a_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_a_cache_in_the_working_directory_is_ignored(tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert native_library._cache_folder() == tmp_path / ".cache" / "dynattn"
+    assert code_cache.code_folder() == tmp_path / ".cache" / "dynattn"
     assert not Path("here").exists()
 
 
@@ -203,12 +203,12 @@ def test_temporary_folders_end_with_their_process(cache: Path) -> None:
         taken.write_text("a file, so that nothing can be kept here")
     code = f"""
 import os
-from dynattn.modeling.ops import native_library
+from dynattn.modeling.ops import code_cache, native_library
 library = native_library.load_library({SOURCE!r}, {MACROS!r})
 if os.fork() == 0:
     raise SystemExit(0)  # must not remove what the parent still needs
 os.wait()
-folder = native_library._cache_folder()
+folder = code_cache.code_folder()
 print(library.answer(), folder.is_dir(), folder.parent)
 """
     environment = {**os.environ, "TMPDIR": str(temporary)}
@@ -226,20 +226,20 @@ def compiler(path: Path, *lines: str) -> str:
 
 def test_a_compiler_may_come_with_arguments(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with `ccache gcc`; compiling and linking get them."""
-    real = native_library.find_compiler() or ()
+    real = c_compiler.find_compiler() or ()
     stand_in = compiler(tmp_path / "ccache", f'echo "$*" >> "{tmp_path / "calls"}"', 'exec "$@"')
     monkeypatch.setenv("CC", shlex.join((stand_in, *real)))
-    assert native_library.find_compiler() == (stand_in, *real) and answer() == 42
+    assert c_compiler.find_compiler() == (stand_in, *real) and answer() == 42
     assert [call.startswith(shlex.join(real)) for call in (tmp_path / "calls").read_text().splitlines()] == [True] * 2
 
 
 @pytest.mark.parametrize("named", ["/no/such/gcc -m64", "no-such-compiler", "'gcc"])
 def test_a_named_compiler_that_does_not_exist_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
     monkeypatch.delenv("CC", raising=False)
-    other = native_library.find_compiler() or ()
+    other = c_compiler.find_compiler() or ()
     monkeypatch.setenv("CC", named)
     with pytest.warns(UserWarning, match=f"CC=.*{named}.* names no program; {other[0]} is used instead"):
-        assert native_library.find_compiler() == other
+        assert c_compiler.find_compiler() == other
 
 
 def attend(heads: int, queries: int) -> torch.Tensor:
@@ -258,7 +258,7 @@ def test_a_source_that_fails_after_others_leaves_other_ways(
 ) -> None:
     lines = (
         'case "$*" in *-DHEADS=6*) echo "no such luck" >&2; exit 3;; esac',
-        f'exec {shlex.join(native_library.find_compiler() or ())} "$@"',
+        f'exec {shlex.join(c_compiler.find_compiler() or ())} "$@"',
     )
     monkeypatch.setenv("CC", shlex.quote(compiler(tmp_path / "cc", *lines)))
     attend(4, queries)
@@ -271,11 +271,11 @@ def test_a_source_that_fails_after_others_leaves_other_ways(
 def test_a_compiler_that_is_older_than_a_flag_does_without_it(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native_library, "_newer_flags", lambda: ("-mnewer",))
+    monkeypatch.setattr(native_library, "newer_flags", lambda: ("-mnewer",))
     lines = (
         f'echo "$*" >> "{tmp_path / "calls"}"',
         'case "$*" in *-mnewer*) echo "what is -mnewer?" >&2; exit 1;; esac',
-        f'exec {shlex.join(native_library.find_compiler() or ())} "$@"',
+        f'exec {shlex.join(c_compiler.find_compiler() or ())} "$@"',
     )
     monkeypatch.setenv("CC", shlex.quote(compiler(tmp_path / "cc", *lines)))
     assert answer() == answer() == 42
@@ -287,7 +287,7 @@ def test_a_compiler_that_is_older_than_a_flag_does_without_it(
 def test_a_compiler_that_hangs_is_stopped_with_its_processes(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queries: int
 ) -> None:
-    monkeypatch.setattr(native_library, "COMPILER_SECONDS", 0.3)
+    monkeypatch.setattr(c_compiler, "COMPILER_SECONDS", 0.3)
     hanging = compiler(tmp_path / "cc", f'sleep 1234 & echo $! > "{tmp_path / "child"}"', "wait")
     monkeypatch.setenv("CC", shlex.quote(hanging))
     with pytest.warns(UserWarning, match="cc has not ended after 0.3 seconds") as caught:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ...c_compiler import lanes
 from ...distance_tables import DistanceTables
-from ...native_library import C_FLOATS, lanes, load_or_warn, usable_threads
+from ...native_library import C_FLOATS, load_or_warn, usable_threads
 from ..composition import Composition, list_tensors
 from .arguments import DecodeStep
 from .csrc.sources import DECODE

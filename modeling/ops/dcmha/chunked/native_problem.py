@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...c_compiler import lanes
 from ...masking import Structure, split_mask
-from ...native_library import C_FLOATS, Signatures, lanes, load_or_warn
+from ...native_library import C_FLOATS, Signatures, load_or_warn
 from .arguments import ChunkedInputs, ChunkedSettings, PackedStage, stages_of
 from .csrc.sources import COMPOSE
 from .distance_blocks import DistanceGrid

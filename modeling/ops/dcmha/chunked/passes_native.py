@@ -14,8 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...c_compiler import lanes
 from ...masking import Structure
-from ...native_library import C_FLOATS, lanes, load_or_warn, usable_threads
+from ...native_library import C_FLOATS, load_or_warn, usable_threads
 from .arguments import TABLES, ChunkedInputs, ChunkedSettings, stages_of
 from .composers.choice import compile_mode
 from .csrc.sources import PASSES

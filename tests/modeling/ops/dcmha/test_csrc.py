@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from dynattn.modeling.ops import native_library
+from dynattn.modeling.ops import c_compiler, native_library
 from dynattn.modeling.ops.dcmha.chunked.csrc import sources
 
-pytestmark = pytest.mark.skipif(native_library.find_compiler() is None, reason="there is no C compiler")
+pytestmark = pytest.mark.skipif(c_compiler.find_compiler() is None, reason="there is no C compiler")
 FOLDER = Path(sources.__file__).parent
 # gcc notes that vectors of 16 elements are passed in memory where there is no AVX-512. Functions here are inlined.
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-psabi")
@@ -46,7 +46,7 @@ CONFIGURATIONS = [
 def messages_of(file: str, values: tuple[int, ...], *options: str) -> str:
     """What the compiler says about a file."""
     macros = [f"-D{name}={value}" for name, value in zip(MACROS[file], values, strict=True)]
-    command = [*(native_library.find_compiler() or ()), *native_library.FLAGS, *macros, *options]
+    command = [*(c_compiler.find_compiler() or ()), *c_compiler.FLAGS, *macros, *options]
     command += ["-O1", "-x", "c", "-c", "-", "-o", os.devnull]  # enough optimization for warnings about data flow
     source = sources.read_source(file)
     return subprocess.run(command, input=source, capture_output=True, text=True, check=False).stderr

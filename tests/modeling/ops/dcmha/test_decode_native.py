@@ -14,14 +14,14 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn import Parameter
 
 from dynattn import dcmha_attention
-from dynattn.modeling.ops import native_library
+from dynattn.modeling.ops import c_compiler, native_library
 from dynattn.modeling.ops.dcmha.chunked import decode, decode_native
 
 from .test_chunked import make
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Inputs = tuple[list[Tensor], dict[str, Any]]
-needs_compiler = pytest.mark.skipif(native_library.find_compiler() is None, reason="there is no C compiler")
+needs_compiler = pytest.mark.skipif(c_compiler.find_compiler() is None, reason="there is no C compiler")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def test_a_decoding_step_is_as_exact_as_the_reference_is(
 ) -> None:
     monkeypatch.setenv("DYNATTN_COMPILE", mode)
     assert_as_exact_as_the_reference(step_inputs(step, dtype))
-    taken = mode == "auto" and native_library.find_compiler() is not None and (step.width > 1 or dtype == torch.float32)
+    taken = mode == "auto" and c_compiler.find_compiler() is not None and (step.width > 1 or dtype == torch.float32)
     assert len(in_c) == taken
 
 

@@ -13,13 +13,13 @@ import torch
 from cases.composed_op import CASES, DYNAMIC, Case, in_dtype, random_inputs, run
 from torch import Tensor
 
-from dynattn.modeling.ops import native_library
+from dynattn.modeling.ops import c_compiler, native_library
 from dynattn.modeling.ops.dcmha.chunked import native_problem, passes, passes_native
 from dynattn.modeling.ops.dcmha.chunked.composers import choice as composer_choice
 
 from .test_chunked import documents
 
-pytestmark = pytest.mark.skipif(native_library.find_compiler() is None, reason="there is no C compiler")
+pytestmark = pytest.mark.skipif(c_compiler.find_compiler() is None, reason="there is no C compiler")
 
 MORE = [
     Case(130, 130, heads=(16, 16), terms=DYNAMIC),
@@ -189,7 +189,7 @@ def test_lesser_processors_get_the_same(
     if capability == "AVX2" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this processor cannot run AVX2")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert native_library.lanes() == {"AVX2": 8, "DEFAULT": 4}[capability]
+    assert c_compiler.lanes() == {"AVX2": 8, "DEFAULT": 4}[capability]
     assert_as_exact_as_the_reference(case)
 
 
@@ -292,7 +292,7 @@ def test_one_warning_and_no_compiler_give_the_same_answer(
 def test_every_compiler_gives_the_same_with_the_threads_of_pytorch(
     compiler: str, threads: None, monkeypatch: pytest.MonkeyPatch, libraries: None
 ) -> None:
-    path, used = shutil.which(compiler), native_library.find_compiler()
+    path, used = shutil.which(compiler), c_compiler.find_compiler()
     if path is None:
         pytest.skip(f"there is no {compiler}")
     # Under the name that other tests use it has compiled these already.

@@ -8,11 +8,11 @@ import torch
 from cases.composed_op import DYNAMIC
 from cases.paged_steps import STEPS, Step, assert_as_exact_as_the_reference, random_step, run
 
-from dynattn.modeling.ops import native_library
+from dynattn.modeling.ops import c_compiler
 from dynattn.modeling.ops.dcmha.chunked.paged_decode_native import attend_to_pages
 from dynattn.modeling.ops.dcmha.pages import without_keys
 
-pytestmark = pytest.mark.skipif(native_library.find_compiler() is None, reason="there is no C compiler")
+pytestmark = pytest.mark.skipif(c_compiler.find_compiler() is None, reason="there is no C compiler")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
