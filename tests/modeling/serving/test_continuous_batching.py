@@ -23,10 +23,12 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCausalLM
 from dynattn.modeling.ops.dcmha.chunked.attention import dcmha_chunked
-from dynattn.modeling.serving import continuous_batching, paged_attention, requirements
-from dynattn.modeling.serving.continuous_batching import ComposedBatchingManager, ServedModel, find_requests, with_sizes
+from dynattn.modeling.serving import cache_size, paged_attention, requirements
+from dynattn.modeling.serving.cache_size import with_sizes
+from dynattn.modeling.serving.continuous_batching import ComposedBatchingManager
 from dynattn.modeling.serving.paged_attention import Span
 from dynattn.modeling.serving.requirements import SHARED, SHARED_IN_SAMPLING, UNSERVED, check_joins
+from dynattn.modeling.serving.served_model import ServedModel, find_requests
 
 FULL = {"sliding_window": None, "layer_types": None}
 GREEDY = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -550,7 +552,7 @@ def test_the_default_cache_takes_less_than_a_quarter_of_the_memory(monkeypatch: 
     total, allocated = 1000 + 4 * 2 * 3 * keys_or_values, 1000  # three layers
     for more, blocks in ((0, None), (4, 4)):
         breakdown = (torch.device("cpu"), total + more, 0, allocated)
-        monkeypatch.setattr(continuous_batching, "get_device_and_memory_breakdown", lambda found=breakdown: found)
+        monkeypatch.setattr(cache_size, "get_device_and_memory_breakdown", lambda found=breakdown: found)
         assert with_sizes(model, settings, hints).num_blocks == blocks
 
 
@@ -566,7 +568,7 @@ def test_beside_a_gpu_the_default_cache_of_a_model_on_a_cpu_fits_into_a_quarter_
     memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": model.get_memory_footprint() + int(4 * on_cpu * page)}
     monkeypatch.setattr(os, "sysconf", memory.__getitem__)
     breakdown = (torch.device("cuda"), 1000 + int(4 * on_gpu * page), 0, 1000)
-    monkeypatch.setattr(continuous_batching, "get_device_and_memory_breakdown", lambda: breakdown)
+    monkeypatch.setattr(cache_size, "get_device_and_memory_breakdown", lambda: breakdown)
     assert with_sizes(model, settings, hints).num_blocks == blocks
 
 
