@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common.arguments import YAML_ENDINGS, given_options, parse_arguments, parse_mapping
+from ..common.arguments import YAML_ENDINGS, given_options, parse_arguments
 from ..common.errors import UserError
+from ..common.option_values import parse_mapping
 from ..pretrain.arguments import PretrainArguments
 from ..pretrain.main import find_shipped
 

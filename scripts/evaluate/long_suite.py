@@ -11,15 +11,16 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from dynattn.modeling.positions.context_length import context_length, longest_readable
 
-from ..common.arguments import parse_mapping
 from ..common.builtin_corpus import builtin_documents
 from ..common.errors import UserError
 from ..common.markdown import joined_table, table
+from ..common.option_values import parse_mapping
 from ..common.paired import interval_in_words, paired_difference
 from .arguments import EvaluateArguments
 from .loading import load_named
 from .long_context import MULTIPLES, cut_windows, describe, find_keys, loss_by_position, own_start, score_windows
-from .results import PLOT, check_output, describe_environment, describe_model, report
+from .result_files import PLOT, check_output, report
+from .results import describe_environment, describe_model
 from .text_files import read_documents
 
 PROMPTS = 10

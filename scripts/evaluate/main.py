@@ -31,7 +31,8 @@ def run(arguments: EvaluateArguments) -> int:
     from .catalog import TaskCatalog
     from .harness import evaluate_model
     from .loading import load_named
-    from .results import check_output, format_table, write_results
+    from .result_files import check_output, write_results
+    from .result_table import format_table
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     catalog = TaskCatalog(arguments.task_names(), arguments.include_path)

@@ -21,7 +21,8 @@ from ..common.paired import add_holm, mean_in_words, p_in_words, paired_differen
 from ..common.special_tokens import warn_of_unknown
 from .arguments import EvaluateArguments
 from .loading import load_named
-from .results import check_output, describe_environment, describe_model, report
+from .result_files import check_output, report
+from .results import describe_environment, describe_model
 from .text_files import read_documents
 from .windows import check_context, encode_document, read
 

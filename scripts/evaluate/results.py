@@ -1,35 +1,20 @@
-"""The results of an evaluation: a JSON file that also describes model, settings and environment, and a table."""
+"""The results of an evaluation, and what describes its model and environment beside them."""
 
 import hashlib
 import json
-import shutil
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from lm_eval.utils import handle_non_serializable
 from transformers import PreTrainedModel
 
-from ..common.atomic_file import put_in_place, write_json, write_whole
-from ..common.atomic_folder import check_nothing_else
 from ..common.checkpoint_files import weights_sha256
-from ..common.disk_errors import disk_errors_explained
 from ..common.environment import hardware, source_commit, versions
-from ..common.errors import UserError
-from ..common.folder_lock import FolderLock
-from ..common.folder_names import make_folder, may_be_on_the_hub, resolve_folder
-from ..common.markdown import aligned_table
-from .arguments import EvaluateArguments
-from .lm_eval_files import FOLDER, write_lm_eval_files
-from .quoted import Quoted, quoted_source
-
-RESULTS, TABLE, SAMPLES, PLOT = "results.json", "results.md", "samples.jsonl", "long.png"
-LOCK = ".lock"
+from ..common.folder_names import may_be_on_the_hub
+from .quoted import Quoted
 
 
 @dataclass(frozen=True)
@@ -169,132 +154,3 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": versions(),
     }
-
-
-def format_table(results: Results) -> str:
-    """A Markdown table, aligned for a terminal, with notes on tasks that could not be loaded, and warnings."""
-    head = ("Task", "Shots", "n", "Metric", "", "Value", "±", "Chance")
-    rows = [
-        row
-        for result in results.tasks
-        for name, metric in result.metrics.items()
-        for row in (_row(result, name, metric), *_quoted_rows(results.quoted, result, name))
-    ]
-    lines = aligned_table(head, rows) if rows else []
-    lines += [f"not available: {task}: {reason}" for task, reason in results.unavailable.items()]
-    if segment := results.settings.get("segment"):
-        lines.append(f"perplexities: documents read in segments of {segment} tokens, with memory carried between them")
-    if any(_quoted_rows(results.quoted, result, name) for result in results.tasks for name in result.metrics):
-        lines.append(f"quoted, not measured here, with an earlier lm-eval: {quoted_source()}")
-    lines += [f"warning: {text}" for text in results.warnings]
-    return "\n".join(lines)
-
-
-def _row(result: TaskResult, name: str, metric: Metric) -> tuple[str, ...]:
-    shots = "" if result.num_fewshot is None else str(result.num_fewshot)
-    arrow = {True: "↑", False: "↓", None: ""}[metric.higher_is_better]
-    stderr = "" if metric.stderr is None else _number(metric.stderr)
-    chance = f"{result.chance:.4f}" if result.chance is not None and name.startswith("acc") else ""
-    return result.task, shots, str(result.samples), name, arrow, _number(metric.value), stderr, chance
-
-
-def _number(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 1e5 else f"{value:.4g}"
-
-
-def _quoted_rows(quoted: Sequence[Quoted], result: TaskResult, name: str) -> list[tuple[str, ...]]:
-    """The quoted scores of the same task, number of examples and metric."""
-    same = [one for one in quoted if (one.task, one.num_fewshot, one.metric) == (result.task, result.num_fewshot, name)]
-    return [("", "", "", f"quoted: {one.model}", "", f"{one.value:.4f}", f"{one.stderr:.4f}", "") for one in same]
-
-
-def check_output(folder: str | Path, overwrite: bool) -> None:
-    """Raises UserError if results cannot be written into `folder`, or would replace others without `overwrite`.
-
-    A folder `lm-eval` is only replaced if all that is in it are results and samples of lm-eval.
-    """
-    resolve_folder(str(folder))  # refuses names that no folder can have
-    folder = Path(folder)
-    taken = [name for name in (RESULTS, TABLE, SAMPLES, PLOT, FOLDER) if (folder / name).exists()]
-    if taken and not overwrite:
-        raise UserError(f"{folder / taken[0]} exists; choose another --output or pass --overwrite")
-    check_nothing_else(folder / FOLDER, ("*/results_*.json", "*/samples_*.jsonl"))
-    make_folder(folder)
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise UserError(f"cannot write into {folder}: {error.strerror}") from error
-
-
-def write_results(results: Results, folder: str | Path, *, overwrite: bool = False) -> Path:
-    """Writes results.json, results.md and, if samples were logged, samples.jsonl.
-
-    The same results are also written as lm-eval writes them, into the folder lm-eval.
-
-    Returns:
-        The path of results.json.
-
-    Raises:
-        UserError: as `check_output`.
-    """
-    folder = Path(folder)
-    content = asdict(replace(results, samples=[], raw=[]))  # which would be copied, and are written apart
-    del content["samples"], content["raw"]
-    if results.quoted:
-        content["quoted_source"] = quoted_source()
-    write_files(folder, content, format_table(results), partial(_write_details, results, content), overwrite=overwrite)
-    return folder / RESULTS
-
-
-def _write_details(results: Results, content: Mapping[str, Any], folder: Path) -> None:
-    """Writes the samples, if they were logged, and lm-eval's own files; `content` is that of results.json."""
-    lines = [json.dumps(sample, default=handle_non_serializable, ensure_ascii=False) for sample in results.samples]
-    if lines:
-        write_whole(folder / SAMPLES, "\n".join(lines) + "\n")
-    write_lm_eval_files(results.raw, folder, content)
-
-
-def report(
-    arguments: EvaluateArguments,
-    results: Mapping[str, Any],
-    table: str,
-    write_details: Callable[[Path], None] = lambda _: None,
-) -> None:
-    """Prints the table of an evaluation without lm-eval, and writes its files if there is an `--output`."""
-    print(table)
-    if arguments.output is not None:
-        write_files(Path(arguments.output), results, table, write_details, overwrite=arguments.overwrite)
-
-
-def write_files(
-    folder: Path,
-    results: Mapping[str, Any],
-    table: str,
-    write_details: Callable[[Path], None] = lambda _: None,
-    *,
-    overwrite: bool,
-) -> None:
-    """Writes the files of an evaluation of any kind in place of those of an earlier one: all of them or none.
-
-    They are complete before the first is put in its place, and `results.json` is there only beside the others.
-
-    Raises:
-        UserError: as `check_output`, which is called again, because evaluating takes long enough for others to write;
-            or a file cannot be written.
-    """
-    check_output(folder, overwrite)
-    lock = FolderLock(folder / LOCK)
-    with disk_errors_explained(folder):
-        lock.wait()  # for another evaluation that ends at the same time
-    with lock, disk_errors_explained(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as temporary:
-        check_output(folder, overwrite)  # again, for what that one has written
-        staging = Path(temporary)
-        write_details(staging)
-        write_whole(staging / TABLE, table + "\n")
-        write_json(staging / RESULTS, results, ensure_ascii=False, allow_nan=False)
-        for name in (RESULTS, TABLE, SAMPLES, PLOT):
-            (folder / name).unlink(missing_ok=True)
-        shutil.rmtree(folder / FOLDER, ignore_errors=True)
-        for name in (FOLDER, PLOT, SAMPLES, TABLE, RESULTS):
-            if (staging / name).exists():
-                put_in_place(staging / name, folder / name)

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..common.arguments import parse_mapping
 from ..common.errors import UserError
+from ..common.option_values import parse_mapping
 from .data.indexed_names import is_indexed
 from .options.data import DataOptions
 from .options.model import ModelOptions

@@ -10,8 +10,8 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..common.arguments import with_home
 from ..common.errors import UserError
+from ..common.option_values import with_home
 
 DESCRIPTION = "Write the curves of one or several runs as one HTML page."
 

@@ -9,8 +9,8 @@ requests are computed together, without it one after the other.
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from ..common.arguments import with_home
 from ..common.errors import UserError
+from ..common.option_values import with_home
 
 # Packages that Transformers' server needs, and that this package does not.
 PACKAGES = ("fastapi", "uvicorn", "openai")

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ...common.arguments import without_none
 from ...common.number_ranges import check_seed, require
+from ...common.option_values import without_none
 
 NOT_NEGATIVE = (
     "freeze_parent_steps",

@@ -5,9 +5,9 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ...common.arguments import with_home
 from ...common.errors import UserError
 from ...common.number_ranges import require
+from ...common.option_values import with_home
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ...common.arguments import option, parse_mapping
+from ...common.arguments import option
 from ...common.errors import UserError
 from ...common.number_ranges import check_rates, check_seeds
+from ...common.option_values import parse_mapping
 from ..texts import check_texts, text_options
 
 # Types of parents that the study trains itself. Any other parent is the name of a trained model.

@@ -44,11 +44,14 @@ from dynattn.scripts.evaluate import catalog as catalog_module
 from dynattn.scripts.evaluate import lm_eval_files
 from dynattn.scripts.evaluate.arguments import EvaluateArguments
 from dynattn.scripts.evaluate.catalog import TaskCatalog
-from dynattn.scripts.evaluate.harness import DIRECT, StrictHFLM, evaluate_model
+from dynattn.scripts.evaluate.harness import DIRECT, evaluate_model
 from dynattn.scripts.evaluate.heldout import score_documents
 from dynattn.scripts.evaluate.lm_eval_files import write_lm_eval_files
 from dynattn.scripts.evaluate.quoted import quoted_scores
-from dynattn.scripts.evaluate.results import Metric, Results, TaskResult, format_table, read_lm_eval, write_results
+from dynattn.scripts.evaluate.result_files import write_results
+from dynattn.scripts.evaluate.result_table import format_table
+from dynattn.scripts.evaluate.results import Metric, Results, TaskResult, read_lm_eval
+from dynattn.scripts.evaluate.strict_lm import StrictHFLM
 from dynattn.scripts.evaluate.suites import SUITES, TASKS
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 

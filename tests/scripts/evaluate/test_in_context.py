@@ -10,7 +10,7 @@ from cases.golden import GOLDEN
 from lm_eval.tasks import TaskManager
 
 from dynattn.scripts.evaluate.catalog import TaskCatalog
-from dynattn.scripts.evaluate.harness import chances_of
+from dynattn.scripts.evaluate.chance_levels import chances_of
 from dynattn.scripts.evaluate.in_context import load_dataset
 from dynattn.scripts.evaluate.in_context_forms import (
     ABILITIES,

@@ -19,12 +19,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from dynattn import DCFormerConfig, DCFormerForCausalLM
 from dynattn.scripts import cli
 from dynattn.scripts.common.errors import UserError
-from dynattn.scripts.evaluate import long_suite, own_text
-from dynattn.scripts.evaluate import results as results_module
+from dynattn.scripts.evaluate import long_suite, own_text, result_files, results
 from dynattn.scripts.evaluate.loading import check_dtype
 from dynattn.scripts.evaluate.long_context import score_windows
 from dynattn.scripts.evaluate.own_text import Scores, score_texts, summarize
-from dynattn.scripts.evaluate.results import write_files
+from dynattn.scripts.evaluate.result_files import write_files
 from dynattn.scripts.evaluate.text_files import FileDocuments, read_documents
 from dynattn.scripts.pretrain.data.tokenizer import train_bpe
 
@@ -174,7 +173,7 @@ def test_results_name_the_commit_of_the_code_that_began(
         return original(*arguments, **options)
 
     monkeypatch.setattr(module, measure, measure_meanwhile)
-    monkeypatch.setattr(results_module, "source_commit", lambda: commits[-1])
+    monkeypatch.setattr(results, "source_commit", lambda: commits[-1])
     (tmp_path / "text.txt").write_text(9 * DOCUMENTS[1])
     command = ["evaluate", checkpoints[0], "--dataset", str(tmp_path / "text.txt"), *options, "--device", "cpu"]
     assert cli.main([*command, "--output", str(tmp_path / "results")]) == 0
@@ -233,7 +232,7 @@ def test_a_full_disk_costs_neither_the_earlier_evaluation_nor_the_new_table(
     write_files(tmp_path / "results", {"of": "one"}, "table", overwrite=False)
     before = {path.name: path.read_text() for path in (tmp_path / "results").iterdir()}
     (tmp_path / "text.txt").write_text(DOCUMENTS[0], encoding="utf-8")
-    monkeypatch.setattr(results_module, "write_json", fill_disk)
+    monkeypatch.setattr(result_files, "write_json", fill_disk)
     command = ["evaluate", checkpoints[0], "--dataset", str(tmp_path / "text.txt"), "--device", "cpu"]
     assert cli.main([*command, "--output", str(tmp_path / "results"), "--overwrite"]) == 2
     printed = capsys.readouterr()
