@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...autocast import without_autocast
 from ...custom_operators import NAMESPACE, are_operators_observed
 from ...distance_tables import DistanceTables
 from ...masking import split_mask
@@ -142,7 +143,7 @@ def _decode(
     """`decode` with stages as `list_tensors` lists them; returns `[B, 1, H, D]`."""
     if not query.numel() or not key.numel():
         return query.new_zeros(query.transpose(1, 2).shape)
-    with torch.no_grad(), torch.cuda.device_of(query):
+    with torch.no_grad(), without_autocast(query.device), torch.cuda.device_of(query):
         stages = decode_stage(pre), decode_stage(post)
         keys = key.shape[2]
         where = _mask(mask, first_keys, query.shape[0], keys)

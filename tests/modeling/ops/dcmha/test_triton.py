@@ -555,6 +555,17 @@ def test_autocast_gives_its_dtype_and_factors_keep_theirs() -> None:
 
 
 @interpreted
+@torch.no_grad()
+def test_autocast_takes_the_factors_of_a_step_in_the_other_dtype_of_half_precision() -> None:
+    (query, key, value, *_), keywords = in_dtype(torch.float16, *random_inputs(Case(1, 12)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, _ = dcmha_triton(query, key, value, **keywords)
+        expected, _ = dcmha_eager(query, key, value, **keywords)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output, expected.to(output.dtype), atol=0.03, rtol=0.03)
+
+
+@interpreted
 @pytest.mark.usefixtures("small")
 def test_a_compiler_sees_one_node_without_graph_breaks() -> None:
     tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(9, 9)))
