@@ -118,7 +118,9 @@ def decode(
         first_keys = first_keys.to(query.device)
     by_distance = tables.bias, tables.gain, offset
     settings: Any = (scaling, sliding_window, *groups, tables.compose_bias)
-    run = _decode_op if are_operators_observed() or type(query) is not Tensor else _decode
+    # Tensors without content are on `meta` or of subclasses, and the operator has an implementation for them.
+    has_content = type(query) is Tensor and not query.is_meta
+    run = _decode if has_content and not are_operators_observed() else _decode_op
     factors = list_tensors(pre), list_tensors(post)
     return run(query, key, value, *factors, mask, first_keys, *by_distance, *settings)
 

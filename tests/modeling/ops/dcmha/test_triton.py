@@ -206,6 +206,15 @@ def test_operations_are_those_of_the_reference(case: Case) -> None:
     assert counts[0] == counts[1] > 0
 
 
+@pytest.mark.parametrize("queries", [1, 9])
+@torch.no_grad()
+def test_no_kernel_is_needed_for_tensors_without_content(queries: int) -> None:
+    tensors, keywords = in_dtype(torch.float32, *random_inputs(Case(queries, 37)))
+    moved = {name: to_device(value, "meta") for name, value in keywords.items()}
+    output, _ = dcmha_triton(*(tensor.to("meta") for tensor in tensors[:3]), **moved)
+    assert (output.device.type, output.shape) == ("meta", (1, queries, 2, 8))
+
+
 def to_device(value: Any, device: str) -> Any:
     """A keyword of kernels on a device, with factors that need gradients."""
     if isinstance(value, Composition):
