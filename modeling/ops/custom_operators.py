@@ -7,6 +7,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from .autocast import without_autocast
@@ -38,6 +39,17 @@ def are_operators_observed() -> bool:
     is much of the time of a decoding step.
     """
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode()
+
+
+def count_operations(reference: Callable[..., Any], *arguments: Any) -> int:
+    """The operations of `reference`, which `FlopCounterMode` counts for an operator, into which it cannot see.
+
+    Nothing is computed: empty tensors on `meta` replace those among the arguments and in their lists.
+    """
+    empty = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), arguments)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        reference(*empty)
+    return counter.get_total_flops()
 
 
 class AttentionOperator(Generic[Inputs, Settings]):
@@ -153,10 +165,7 @@ class AttentionOperator(Generic[Inputs, Settings]):
 
     def _forward_flops(self, *arguments: Any, out_val: Any = None) -> int:
         """Operations of `reference`; those of hidden pairs count, as PyTorch counts them for its own attention."""
-        empty = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in arguments]
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            self.reference(*self._as_tuples(empty))
-        return counter.get_total_flops()
+        return count_operations(lambda *given: self.reference(*self._as_tuples(given)), *arguments)
 
     def _backward_flops(self, grad_output: Tensor, *arguments: Any, out_val: Any = None) -> int:
         """Operations of the backward pass of `reference`: each product has two, one for the gradient of each factor."""

@@ -85,7 +85,9 @@ def dcmha_eager(
     return (probs @ value).transpose(1, 2), probs
 
 
-def attend_to_all(query: Tensor, key: Tensor, value: Tensor, pre: Composition, post: Composition) -> Tensor:
+def attend_to_all(
+    query: Tensor, key: Tensor, value: Tensor, pre: Composition | None, post: Composition | None
+) -> Tensor:
     """`dcmha_eager` without masks and tables by distance: the output `[B, T, H, D]`."""
     nothing_hidden: Any = {"attention_mask": None, "is_causal": False, "sliding_window": None}
     return dcmha_eager(query, key, value, pre=pre, post=post, scaling=1.0, **nothing_hidden)[0]

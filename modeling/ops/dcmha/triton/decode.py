@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
 from ...autocast import without_autocast
-from ...custom_operators import NAMESPACE, are_operators_observed
+from ...custom_operators import NAMESPACE, are_operators_observed, count_operations
 from ...distance_tables import DistanceTables
 from ...masking import split_mask
-from ..composition import Composition, list_tensors
+from ..composition import Composition, from_list, list_tensors
+from ..eager import attend_to_all
 from .arguments import unspecialized
 from .kernels.registry import load_kernels
 from .matmuls import row_strides, with_contiguous_rows
@@ -162,6 +164,19 @@ def _(query: Tensor, *_: object) -> Tensor:
     """An empty result `[B, 1, H, D]` for a query `[B, H, 1, D]`."""
     batch, heads, queries, width = query.shape
     return query.new_empty(batch, queries, heads, width)
+
+
+def _decode_flops(*arguments: Any, out_val: Any = None) -> int:
+    """Operations of `eager` for the arguments of `_decode`, without masks and tables."""
+    *_, pre_groups, post_groups, _ = arguments
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, pre: list[Tensor], post: list[Tensor]) -> Tensor:
+        return attend_to_all(query, key, value, from_list(pre, pre_groups), from_list(post, post_groups))
+
+    return count_operations(attend, *arguments[:5])
+
+
+flop_registry[getattr(torch.ops, NAMESPACE).dcmha_triton_decode] = _decode_flops
 
 
 def launch(
