@@ -4,6 +4,7 @@ from importlib.metadata import version
 
 import pytest
 from packaging.version import Version
+from transformers.cache_utils import StaticLayer
 
 
 def is_before(release: str) -> bool:
@@ -14,3 +15,8 @@ def is_before(release: str) -> bool:
 def needs_transformers(release: str) -> pytest.MarkDecorator:
     """Marks a test that is skipped with an older Transformers than `release`."""
     return pytest.mark.skipif(is_before(release), reason=f"needs transformers>={release}")
+
+
+crops_static_caches = pytest.mark.skipif(
+    not hasattr(StaticLayer, "crop"), reason="this version of Transformers crops no static caches"
+)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.versions import crops_static_caches
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -489,6 +490,7 @@ def test_tokens_that_no_convolution_reads_can_be_taken_back() -> None:
     torch.testing.assert_close(found, model(IDS[:, :9]).logits[:, 5:], atol=1e-5, rtol=0)
 
 
+@crops_static_caches
 @torch.no_grad()
 def test_a_static_memory_that_has_moved_takes_no_tokens_back() -> None:
     model = make(attention_type="mha", mem_len=5)

@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 import torch
 from cases.models import decode, make_model
+from cases.versions import crops_static_caches
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
-from transformers.cache_utils import StaticLayer
 
 from dynattn import DCPythiaConfig, DCPythiaForCausalLM, RCMHAConfig, RCMHAForCausalLM
 
 VOCAB = 97
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LARGE = {"initializer_range": 0.3}
-crops_static_caches = pytest.mark.skipif(
-    not hasattr(StaticLayer, "crop"), reason="this version of Transformers crops no static caches"
-)
 FAMILIES = ["dcformer", "dcpythia", "rcmha", "rcmha-all"]
 
 
