@@ -22,7 +22,7 @@ from ..ops.distance_tables import DistanceTables
 from ..positions.absolute import check_position_range
 from ..positions.context_length import longest_readable
 from ..serving.served_layers import no_mask
-from .context_parallel_checks import check_mesh, check_model, unwrapped
+from .context_parallel_checks import check_mesh, check_model, parts_of_layers, unwrapped
 
 # What belongs to the tokens of a sequence, and so is divided.
 OF_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "labels", "shift_labels")
@@ -106,7 +106,8 @@ class ContextParallel:
         """
         model = unwrapped(model)
         if model not in self._checked:
-            check_mesh(model, self.mesh)
+            if parts := parts_of_layers(model):
+                check_mesh(model, parts, self.mesh)
             check_model(model)
             self._checked.add(model)
 

@@ -37,12 +37,12 @@ def check_model(model: PreTrainedModel) -> None:
         check_loss(model, loss_of_family(model) if is_of_family(model) else check_layers(model))
 
 
-def check_mesh(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Raises ValueError if processes of the mesh have parts of the model's layers, whose outputs they add up.
+def check_mesh(model: PreTrainedModel, parts: set[int], mesh: DeviceMesh) -> None:
+    """Raises ValueError if processes of the mesh have `parts` of the model's layers, whose outputs they add up.
 
     Then they would add up outputs for different tokens.
     """
-    both = parts_of_layers(model).intersection(mesh.mesh.flatten().tolist())
+    both = parts.intersection(mesh.mesh.flatten().tolist())
     if len(both) > 1:
         raise ValueError(
             f"processes {sorted(both)} share sequences and have parts of the model by tensor parallelism "
